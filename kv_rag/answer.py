@@ -1,0 +1,116 @@
+"""What comes back from a question: the text, and plain numbers about how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A stretch of the prompt that ran through the model: what, how many tokens, and why no state served it."""
+
+    what: str
+    tokens: int
+    why: str
+
+
+@dataclass(frozen=True)
+class AnswerMetadata:
+    """Figures of one answer.
+
+    Attributes:
+        mode: the mode asked for; a mixture of modes is "mixed".
+        keep: fraction of the documents' pairs the answer was generated from, or None without documents.
+        repair: fraction of each document's tokens recomputed.
+        documents: ids of the documents served from their states, in prompt order.
+        prompt_tokens: tokens of the whole prompt, dropped pairs counted.
+        cached_tokens: of these, tokens served from states (documents and the prompt's header) and not recomputed.
+        generated_tokens: tokens of the answer, the end token counted.
+        seconds_to_first_token: from the call to the first token, reading states from disk included.
+        seconds_per_token: mean over the later tokens; None for one token.
+        pairs_kept: pairs of documents attended to while generating, over all layers and heads.
+        pairs_full: pairs of these documents before anything was dropped.
+        resident_bytes: bytes of the documents' states that have to be held for the next question.
+        finish_reason: "stop" (end token or stop string), "length", or "closed" (the stream was dropped).
+        prefilled: what ran through the model and why.
+    """
+
+    mode: str
+    keep: float | None
+    repair: float
+    documents: tuple[str, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    seconds_to_first_token: float
+    seconds_per_token: float | None
+    pairs_kept: int
+    pairs_full: int
+    resident_bytes: int
+    finish_reason: str
+    prefilled: tuple[Prefilled, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists: safe for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's ``text`` and its ``metadata``."""
+
+    text: str
+    metadata: AnswerMetadata
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer as they are made; ``answer`` once it is finished.
+
+    Work starts with the first ``next``. Dropping or closing the stream frees its state; other calls are not held up by
+    a stream that nobody reads.
+    """
+
+    def __init__(self, pieces: Iterator[str | Answer]) -> None:
+        self._pieces = pieces
+        self._answer: Answer | None = None
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._pieces:
+            if isinstance(piece, Answer):
+                self._answer = piece
+            elif piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stops generating and frees the state."""
+        close = getattr(self._pieces, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; reads what is left of the stream.
+
+        Raises:
+            RuntimeError: the stream was closed before its end.
+        """
+        for _ in self:
+            pass
+        if self._answer is None:
+            raise RuntimeError("the stream was closed before the answer was finished")
+        return self._answer

@@ -1,0 +1,119 @@
+"""The one attention function this library registers with transformers.
+
+It rotates queries and keys itself (the model ran with every position zero), writes the new pairs into the prompt's
+private buffers and attends over them. It needs no transformers cache and no transformers mask, so it does not depend
+on how those change between versions: state reaches it as a keyword argument of the model's forward.
+
+Dimension letters: Q query heads, H KV heads, T new tokens, S slots, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv_rag.rotary import Angles, rotate
+from kv_rag.state import LayerState, PromptState, Slots
+
+NAME = "kv_rag"
+
+
+class Observer(Protocol):
+    """Sees what each layer computes for the new tokens, before it is attended to."""
+
+    def observe(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Queries ``[Q, T, D]`` rotated; keys ``[H, T, D]`` WITHOUT position; values ``[H, T, D]``."""
+
+
+@dataclass
+class ForwardPass:
+    """What one forward pass tells attention.
+
+    Attributes:
+        state: the buffers to write to and attend over.
+        at: angles of the new tokens' positions.
+        slots: one Slots for each layer; layers of one length share one object.
+        observer: sees queries, keys and values of every layer.
+    """
+
+    state: PromptState
+    at: Angles
+    slots: list[Slots]
+    observer: Observer | None = None
+    _masks: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, layer: int) -> Tensor | None:
+        """True where a new token may look: ``[T, S]``, or ``[H, T, S]`` when heads have empty slots; None: anywhere."""
+        slots, empty = self.slots[layer], self.state.layers[layer].empty
+        if id(slots) not in self._masks:
+            self._masks[id(slots)] = _causal_mask(slots)
+        causal = self._masks[id(slots)]
+        if empty is None:
+            return causal
+        filled = ~empty[:, None, : slots.end]
+        return filled if causal is None else filled & causal
+
+
+def _causal_mask(slots: Slots) -> Tensor | None:
+    if slots.index.numel() == 1:  # one token, always the last slot in sight
+        return None
+    every_slot = torch.arange(slots.end, device=slots.index.device)
+    return every_slot[None, :] <= slots.index[:, None]
+
+
+def attend(queries: Tensor, layer: LayerState, slots: Slots, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention of ``queries`` ``[Q, T, D]`` over the first ``slots.end`` slots: ``[Q, T, D]``."""
+    heads = layer.keys.shape[0]
+    group = queries.shape[0] // heads
+    keys, values = layer.keys[None, :, : slots.end], layer.values[None, :, : slots.end]
+    if mask is None or mask.dim() == 2:
+        causal = slots.start == 0 and mask is not None  # nothing before: the kernel skips what is masked
+        attended = F.scaled_dot_product_attention(
+            queries[None], keys, values, None if causal else mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
+        )
+        return attended[0]
+    # A mask per KV head: the query heads of a group share it, so they go into the token axis, and nothing is repeated.
+    tokens, dim = queries.shape[1:]
+    folded = queries.reshape(1, heads, group * tokens, dim)
+    folded_mask = mask.expand(heads, tokens, slots.end).repeat(1, group, 1)
+    return F.scaled_dot_product_attention(folded, keys, values, folded_mask[None], scale=scaling).reshape(-1, tokens, dim)
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    kv_rag_pass: ForwardPass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in each layer: ``[1, Q or H, T, D]`` in, ``[1, T, Q, D]`` out."""
+    assert kv_rag_pass is not None, "the kv_rag attention runs only inside LanguageModel.run"
+    index: int = module.layer_idx
+    layer, slots = kv_rag_pass.state.layers[index], kv_rag_pass.slots[index]
+    queries = rotate(query[0], kv_rag_pass.at)
+    if kv_rag_pass.observer is not None:
+        kv_rag_pass.observer.observe(index, queries, key[0], value[0])
+    layer.write(rotate(key[0], kv_rag_pass.at), value[0], slots)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    attended = attend(queries, layer, slots, kv_rag_pass.mask(index), scale)
+    return attended.transpose(0, 1)[None], None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """The mask function that goes with it: ``ForwardPass.mask`` knows the slots, transformers does not."""
+
+
+def register() -> None:
+    """Makes the attention known to transformers under NAME. Changes nothing for models that do not ask for it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)

@@ -1,0 +1,674 @@
+"""The engine: documents in, answers out. The one class with state.
+
+The story of a question: split the prompt into documents and text, look up each document's state, compose them, run what
+no state covers, hand out the first token, prune if the mode is snapkv, generate.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kv_rag import methods
+from kv_rag.answer import Answer, AnswerMetadata, AnswerStream, Prefilled
+from kv_rag.compose import Composition, Piece, compose
+from kv_rag.document import Compression, Document, DocumentCache, Scalar
+from kv_rag.errors import (
+    EmptyInput,
+    InvalidSetting,
+    RepeatedDocument,
+    StateMissing,
+    UnknownDocument,
+)
+from kv_rag.generation import Generation, TextAssembler, TokenPicker, generate
+from kv_rag.ingest import compress, prefill, prefill_header
+from kv_rag.memory import DocumentMemory, MemoryReport, StateMemory
+from kv_rag.model import LanguageModel, check_context
+from kv_rag.prompt import Choice, DocumentSegment, Segment, TextSegment, split_prompt
+from kv_rag.resident import ResidentStates
+from kv_rag.snapkv import Range, prune
+from kv_rag.state import PromptState
+from kv_rag.store import DocumentRecord, LocalStore, Problem, StateRecord
+
+logger = logging.getLogger(__name__)
+
+RETAIN = ("compressed", "full", "both")
+ON_MISSING = ("error", "prefill")
+METHOD, KEEP = "knorm", 0.25
+REPAIR = 0.15
+SNAPKV_KEEP = 0.25
+CHUNK = 512  # tokens per forward pass
+JOINT = "\n\n"  # between documents
+QUESTION = "{joint}Answer the question from the text above in a few words.{joint}Question: {question}"
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What ingesting one document came to.
+
+    Attributes:
+        id: the document's id.
+        name: its name, if it has one.
+        tokens: its length.
+        new: whether anything was added to the store; False costs no forward pass.
+        pairs_kept: pairs in the compressed state (in the full one when only that is retained).
+        pairs_full: pairs before compression.
+        bytes_on_disk: of all its states.
+        seconds: wall-clock time.
+    """
+
+    id: str
+    name: str | None
+    tokens: int
+    new: bool
+    pairs_kept: int
+    pairs_full: int
+    bytes_on_disk: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A prompt ready to run."""
+
+    pieces: list[Piece]
+    served: list[tuple[str, DocumentCache]]
+    prefilled: list[Prefilled]
+    mode: str
+
+
+class Engine:
+    """Reads documents once, keeps their KV state on disk, and answers questions from it.
+
+    Safe to call from many threads: forward passes queue, every question has buffers of its own.
+
+    Args:
+        model: the language model.
+        store: where states are kept; opened with the model's fingerprint.
+        resident_budget: bytes of document states held in memory between questions; None for no limit.
+        chunk: tokens per forward pass when reading documents and long prompts.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        store: str | Path = "./kv",
+        *,
+        resident_budget: int | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        if not isinstance(chunk, int) or chunk < 1:
+            raise InvalidSetting(f"chunk must be a number of tokens, at least 1, got {chunk!r}")
+        self.model = model
+        self.store = LocalStore(store, model.fingerprint())
+        self._resident = ResidentStates(resident_budget)
+        self._chunk = chunk
+        self._ingest_lock = threading.Lock()
+        self._header_lock = threading.Lock()
+        self._header_state: DocumentCache | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | tuple[Any, Any],
+        *,
+        store: str | Path = "./kv",
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        system: str | None = None,
+        resident_budget: int | None = None,
+        chunk: int = CHUNK,
+    ) -> Engine:
+        """An engine over ``bundled:smollm2-135m``, a folder, a hub id, or a ``(model, tokenizer)`` pair.
+
+        Args:
+            model: see above. A pair keeps its own device and dtype and is not changed.
+            store: folder for document states, made if missing. It belongs to one model: opening it with another one
+                is refused.
+            device, dtype: see ``LanguageModel.from_pretrained``.
+            system: text of the system message that stands before every document. Part of the store's identity.
+            resident_budget, chunk: see the class.
+
+        Raises:
+            ModelNotFound, UnsupportedModel: from loading.
+            StoreError, StoreMismatch: from opening the store.
+        """
+        if isinstance(model, tuple):
+            language_model = LanguageModel(*model, system=system)
+        else:
+            language_model = LanguageModel.from_pretrained(model, device=device, dtype=dtype, system=system)
+        return cls(language_model, store, resident_budget=resident_budget, chunk=chunk)
+
+    def close(self) -> None:
+        """Frees what is held in memory and closes the store."""
+        self._resident.clear()
+        self.store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- documents ---
+
+    def ingest(
+        self,
+        documents: str | Document | Iterable[str | Document],
+        *,
+        method: str = METHOD,
+        keep: float | None = None,
+        budget: int | None = None,
+        retain: str = "both",
+        progress: bool = False,
+        settings: Mapping[str, Scalar] | None = None,
+    ) -> list[Ingested]:
+        """Reads documents and stores their states. What is stored already costs no forward pass.
+
+        Args:
+            documents: texts or ``Document`` objects; one or many.
+            method: compression method, one of ``kv_rag.methods.METHODS``. It sees no question.
+            keep: fraction of the pairs to keep, in (0, 1]; default 0.25.
+            budget: pairs per head to keep, instead of ``keep``.
+            retain: "compressed" keeps nothing but the chosen pairs; "full" keeps every pair (for the modes snapkv and
+                full); "both".
+            progress: show a progress bar.
+            settings: the method's own settings.
+
+        Raises:
+            EmptyInput, InvalidSetting, UnknownMethod: before any work is done.
+            ContextOverflow: a document is longer than the model's context; nothing of this call is ingested.
+            StoreError: the store cannot be written; documents stored before that are complete.
+        """
+        if retain not in RETAIN:
+            raise InvalidSetting(f"retain must be one of {', '.join(RETAIN)}, got {retain!r}")
+        compressor = methods.create(method, settings)
+        wanted = Compression.of(method, keep=_default_keep(keep, budget, KEEP), budget=budget, settings=settings)
+        batch = [(document, self.model.encode(document.text, template=False)) for document in _documents(documents)]
+        for document, token_ids in batch:
+            self._check_length(document, token_ids)
+        total = sum(token_ids.numel() for _, token_ids in batch)
+        results = []
+        with tqdm(total=total, unit="token", desc="ingest", disable=not progress) as bar:
+            for document, token_ids in batch:
+                bar.set_postfix_str((document.name or document.id)[:24], refresh=False)
+                results.append(self._ingest_one(document, token_ids, compressor, wanted, retain, bar))
+        return results
+
+    def _check_length(self, document: Document, token_ids: Tensor) -> None:
+        header = self.model.header[1].numel()
+        check_context(
+            header + token_ids.numel() + 1,
+            self.model.context,
+            f"document {document.name or document.id!r} ({token_ids.numel()} tokens, {header} before it, 1 for an answer)",
+            "split it into parts, or use a model with a longer context",
+        )
+
+    def _ingest_one(
+        self,
+        document: Document,
+        token_ids: Tensor,
+        compressor: methods.Method,
+        wanted: Compression,
+        retain: str,
+        bar: Any,
+    ) -> Ingested:
+        started = time.perf_counter()
+        targets = {"compressed": [wanted], "full": [Compression.full()], "both": [wanted, Compression.full()]}[retain]
+        with self._ingest_lock:
+            missing = [target for target in targets if not self.store.has(document.id, target)]
+            if missing:
+                full = self._full_state(document, token_ids, bar)
+                for target in missing:
+                    state = full if target.is_full else compress(full, compressor, target)
+                    self.store.put(document, state)
+                    if not target.is_full:
+                        self._resident.hold(state)
+            else:
+                bar.update(token_ids.numel())
+        records = {record.compression: record for record in self.store.states(document.id)}
+        shown = records[targets[0]]
+        return Ingested(
+            document.id, document.name, shown.tokens, bool(missing), shown.pairs, shown.full_pairs,
+            sum(record.file_bytes for record in records.values()), time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _full_state(self, document: Document, token_ids: Tensor, bar: Any) -> DocumentCache:
+        """From the store if it is there: compressing anew needs no forward pass."""
+        if self.store.has(document.id, Compression.full()):
+            bar.update(token_ids.numel())
+            return self.store.get(document.id, Compression.full())
+        header = self.model.header[1].numel()
+        done = 0
+
+        def on_chunk(tokens: int) -> None:
+            nonlocal done
+            bar.update(max(0, done + tokens - header) - max(0, done - header))
+            done += tokens
+
+        return prefill(self.model, document.id, token_ids, self._chunk, on_chunk)
+
+    def documents(self) -> list[DocumentRecord]:
+        """The store's documents, in order of ingestion."""
+        return self.store.documents()
+
+    def document(self, reference: str) -> DocumentRecord:
+        """One document by id, beginning of an id (6 or more digits), name, or text.
+
+        Raises:
+            UnknownDocument, AmbiguousDocument.
+        """
+        return self.store.document(self.store.resolve(reference))
+
+    def states(self, reference: str) -> list[StateRecord]:
+        """The stored states of one document."""
+        return self.store.states(self.store.resolve(reference))
+
+    def remove(self, reference: str) -> int:
+        """Removes a document with all its states, from memory and disk; returns the bytes freed on disk."""
+        document_id = self.store.resolve(reference)
+        self._resident.drop(document_id)
+        return self.store.remove(document_id)
+
+    def verify(self) -> list[Problem]:
+        """Reads every file of the store and compares checksums; an empty list means all is well."""
+        return self.store.verify()
+
+    def memory(self) -> MemoryReport:
+        """Bytes of every state, resident and on disk."""
+        rows = []
+        for record in self.store.documents():
+            states = [
+                StateMemory(str(state.compression), state.pairs, state.full_pairs, state.nbytes, state.file_bytes)
+                for state in self.store.states(record.id)
+            ]
+            rows.append(
+                DocumentMemory(record.id, record.name, record.tokens, self._resident.nbytes(record.id), tuple(states))
+            )
+        return MemoryReport(tuple(rows))
+
+    # --- questions ---
+
+    def answer(self, question: str, *, documents: str | Sequence[str], **options: Any) -> Answer:
+        """Answers ``question`` from ``documents``. As ``stream``, at once."""
+        return self.stream(question, documents=documents, **options).answer
+
+    def stream(
+        self,
+        question: str,
+        *,
+        documents: str | Sequence[str],
+        mode: str = "compressed",
+        keep: float | None = None,
+        method: str | None = None,
+        repair: float = REPAIR,
+        on_missing: str = "error",
+        **generation: Any,
+    ) -> AnswerStream:
+        """Answers ``question`` from ``documents`` piece by piece.
+
+        Args:
+            question: not empty.
+            documents: ids, beginnings of ids, names or texts, in the order they are to stand in the prompt.
+            mode: "compressed" (from the pairs chosen at ingest), "snapkv" (this question's attention picks the pairs from
+                the full state) or "full".
+            keep: compressed: picks among the stored states (default: the newest); snapkv: fraction of the pairs that the
+                answer is generated from, default 0.25.
+            method: compressed: picks among the stored states.
+            repair: fraction of each document's tokens recomputed over the composed state, for the modes full and snapkv
+                with several documents; 1.0 equals reading the whole prompt anew.
+            on_missing: what to do when the mode needs a state that was not retained: "error", or "prefill" the document
+                for this question (see ``metadata.prefilled``).
+            **generation: see ``Generation``.
+
+        Raises:
+            EmptyInput, InvalidSetting, UnknownDocument, AmbiguousDocument, RepeatedDocument, StateMissing,
+            ContextOverflow: from this call, before any forward pass.
+        """
+        started = time.perf_counter()
+        if not isinstance(question, str) or not question.strip():
+            raise EmptyInput("the question is empty")
+        choice = Choice(mode, keep, method)
+        chosen = self._named_documents(documents, on_missing)
+        before, marker, after = self.model.render([{"role": "user", "content": _MARK}]).partition(_MARK)
+        asked = QUESTION.format(joint=JOINT, question=question.strip()) if chosen else question.strip()
+        segments: list[Segment] = [TextSegment(before)] if before else []
+        for index, segment in enumerate(chosen):
+            segments += [TextSegment(JOINT), segment] if index else [segment]
+        segments.append(TextSegment(asked + after))
+        return self._start(segments, choice, repair, on_missing, generation, started)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Answer:
+        """The model's next turn. As ``stream_chat``, at once."""
+        return self.stream_chat(messages, **options).answer
+
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> AnswerStream:
+        """The model's next turn after ``messages`` (``{"role": …, "content": …}``), documents in them recognised.
+
+        Options as in ``stream``, but that ``on_missing`` is "prefill" unless given: text that no state serves is read as
+        usual.
+        """
+        if not messages:
+            raise EmptyInput("there are no messages to answer")
+        turns = []
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if not isinstance(role, str) or not isinstance(content, str):
+                raise InvalidSetting(f"a message needs a role and a content, both str, got {dict(message)!r}")
+            turns.append({"role": role, "content": content})
+        return self._start_text(self.model.render(turns), **options)
+
+    def complete(self, text: str, **options: Any) -> Answer:
+        """Answers the prompt ``text``. As ``stream_complete``, at once."""
+        return self.stream_complete(text, **options).answer
+
+    def stream_complete(self, text: str, *, formatted: bool = False, **options: Any) -> AnswerStream:
+        """Answers the prompt ``text``, documents in it recognised.
+
+        Args:
+            text: the prompt.
+            formatted: the chat template has been applied already; otherwise ``text`` becomes the user's message.
+            **options: as in ``stream_chat``.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise EmptyInput("the prompt is empty")
+        rendered = text if formatted else self.model.render([{"role": "user", "content": text}])
+        return self._start_text(rendered, **options)
+
+    # --- from a prompt to an answer ---
+
+    def _start_text(
+        self,
+        prompt: str,
+        *,
+        mode: str = "compressed",
+        keep: float | None = None,
+        method: str | None = None,
+        repair: float = REPAIR,
+        on_missing: str = "prefill",
+        force: bool = False,
+        **generation: Any,
+    ) -> AnswerStream:
+        started = time.perf_counter()
+        choice = Choice(mode, keep, method)
+        segments = split_prompt(prompt, self.store.candidates, self._characters)
+        if force:
+            segments = [
+                DocumentSegment(segment.document_id, segment.text) if isinstance(segment, DocumentSegment) else segment
+                for segment in segments
+            ]
+        return self._start(segments, choice, repair, on_missing, generation, started)
+
+    def _characters(self, document_id: str) -> int | None:
+        try:
+            return self.store.document(document_id).characters
+        except UnknownDocument:
+            return None
+
+    def _named_documents(self, documents: str | Sequence[str], on_missing: str) -> list[DocumentSegment]:
+        named = [documents] if isinstance(documents, str) else list(documents)
+        found: dict[str, DocumentSegment] = {}
+        for reference in named:
+            text = reference.text if isinstance(reference, Document) else reference
+            if not isinstance(text, str) or not text.strip():
+                raise EmptyInput("a document is named by an id, a name or its text; got an empty one")
+            try:
+                document_id = self.store.resolve(text)
+                segment = DocumentSegment(document_id, "")
+            except UnknownDocument:
+                if on_missing != "prefill" or not any(letter.isspace() for letter in text.strip()):
+                    raise
+                document = Document(text)
+                document_id, segment = document.id, DocumentSegment(document.id, document.text)
+            if document_id in found:
+                raise RepeatedDocument(f"document {document_id} is given twice; name each document once")
+            found[document_id] = segment
+        return list(found.values())
+
+    def _start(
+        self,
+        segments: list[Segment],
+        choice: Choice,
+        repair: float,
+        on_missing: str,
+        options: Mapping[str, Any],
+        started: float,
+    ) -> AnswerStream:
+        """Everything that can be refused is refused here; forward passes start when the stream is read."""
+        if not isinstance(repair, (int, float)) or not 0 <= repair <= 1:
+            raise InvalidSetting(f"repair must be a fraction in [0, 1], got {repair!r}")
+        if on_missing not in ON_MISSING:
+            raise InvalidSetting(f"on_missing must be one of {', '.join(ON_MISSING)}, got {on_missing!r}")
+        try:
+            generation = Generation(**options)
+        except TypeError as error:
+            known = ", ".join(Generation.__dataclass_fields__)
+            raise InvalidSetting(f"{str(error).split('__init__() ')[-1]}; generation settings are: {known}") from None
+        plan = self._plan(segments, choice, on_missing)
+        prompt_tokens = sum(piece.tokens for piece in plan.pieces)
+        check_context(
+            prompt_tokens + 1, self.model.context, "the prompt with 1 token for the answer",
+            "use fewer or shorter documents, or a model with a longer context",
+        )  # fmt: skip
+        prepared = time.perf_counter() - started
+        return AnswerStream(self._pieces_of_answer(plan, float(repair), generation, prompt_tokens, prepared))
+
+    def _plan(self, segments: list[Segment], choice: Choice, on_missing: str) -> _Plan:
+        pieces: list[Piece] = []
+        served: list[tuple[str, DocumentCache]] = []
+        prefilled: list[Prefilled] = []
+        modes = set()
+        for index, segment in enumerate(segments):
+            if isinstance(segment, TextSegment):
+                text_pieces = self._text_pieces(segment.text, first=index == 0)
+                pieces += text_pieces
+                prefilled += [Prefilled("text", p.tokens, "not a document") for p in text_pieces if p.cache is None]
+                continue
+            use = segment.choice or choice
+            modes.add(use.mode)
+            try:
+                cache = self._state(segment.document_id, use)
+            except StateMissing as error:
+                # A reference is a hint from a retriever: what it asks for and is not there gives way to prefilling.
+                if on_missing == "error" and segment.choice is None:
+                    raise
+                token_ids = self._token_ids(segment)
+                pieces.append(Piece(token_ids))
+                prefilled.append(Prefilled(f"document {segment.document_id}", token_ids.numel(), str(error)))
+                continue
+            only_header_before = len(pieces) == 1 and pieces[0].cache is not None and pieces[0].exact
+            exact = cache.is_full and (only_header_before or (not pieces and not self.model.header[1].numel()))
+            prunable = use.mode == "snapkv"
+            keep = use.keep if use.keep is not None else SNAPKV_KEEP
+            pieces.append(Piece(cache.token_ids, cache, exact, prunable, keep if prunable else 1.0))
+            served.append((segment.document_id, cache))
+        if not pieces or pieces[-1].cache is not None:
+            raise EmptyInput("nothing follows the last document: the prompt must end in text (a question)")
+        return _Plan(pieces, served, prefilled, modes.pop() if len(modes) == 1 else "mixed" if modes else choice.mode)
+
+    def _token_ids(self, segment: DocumentSegment) -> Tensor:
+        text = segment.text or self.store.text(segment.document_id)
+        return self.model.encode(text, template=False)
+
+    def _text_pieces(self, text: str, first: bool) -> list[Piece]:
+        """Text as pieces; the header P, where the prompt begins with it, is served from its state."""
+        token_ids = self.model.encode(text)
+        if not first:
+            return [Piece(token_ids)]
+        header_text, header_ids = self.model.header
+        token_ids = self.model.with_beginning(token_ids, text)
+        size = header_ids.numel()
+        # Compared as tokens: the header's last characters may have merged with what follows them here.
+        if not size or not text.startswith(header_text) or not torch.equal(token_ids[:size], header_ids):
+            return [Piece(token_ids)]
+        rest = token_ids[size:]
+        header = Piece(header_ids, self._header(), exact=True)
+        return [header, Piece(rest)] if rest.numel() else [header]
+
+    def _header(self) -> DocumentCache:
+        with self._header_lock:
+            if self._header_state is None:
+                self._header_state = prefill_header(self.model, self._chunk)
+        assert self._header_state is not None
+        return self._header_state
+
+    def _state(self, document_id: str, choice: Choice) -> DocumentCache:
+        """The stored state that ``choice`` needs, held in memory from now on."""
+        records = self.store.states(document_id)
+        if choice.mode == "compressed":
+            fitting = [
+                record.compression
+                for record in records
+                if not record.compression.is_full
+                and choice.keep in (None, record.compression.keep)
+                and choice.method in (None, record.compression.method)
+            ]
+        else:
+            fitting = [record.compression for record in records if record.compression.is_full]
+        if not fitting:
+            raise StateMissing(_missing(document_id, choice, records))
+        compression = fitting[-1]
+        return self._resident.get(document_id, compression, lambda: self.store.get(document_id, compression))
+
+    def _pieces_of_answer(
+        self, plan: _Plan, repair: float, generation: Generation, prompt_tokens: int, prepared: float
+    ) -> Iterator[str | Answer]:
+        started = time.perf_counter() - prepared
+        room = min(generation.max_new_tokens, self.model.context - prompt_tokens)
+        prunes = any(piece.prunable for piece in plan.pieces)
+        window = plan.pieces[-1].tokens if prunes else 0
+        composition = compose(
+            self.model, plan.pieces, repair=repair, reserve=room, chunk=self._chunk, window=window
+        )
+        picker = TokenPicker(
+            self.model, torch.cat([piece.token_ids for piece in plan.pieces]), _limited(generation, room)
+        )
+        assembler = TextAssembler(self.model, generation.stop)
+        kept: list[int] = []
+
+        def state_after_first() -> PromptState:
+            state = self._prune(composition, plan.pieces, room) if prunes else composition.state
+            composition.state = state  # the full buffers are free to go
+            return state
+
+        text, first_token, last_token = "", 0.0, 0.0
+        tokens = generate(self.model, composition.logits, picker, state_after_first)
+        for token in tokens:
+            last_token = time.perf_counter() - started
+            first_token = first_token or last_token
+            piece = assembler.add(token) if token not in self.model.end_ids else ""
+            text += piece
+            yield piece
+            if assembler.stopped:
+                break
+        tail = assembler.finish()
+        text += tail
+        yield tail
+        generated = len(picker.generated)
+        kept.append(self._document_pairs(composition.state, plan.pieces, prompt_tokens, prunes and generated > 1))
+        yield Answer(text, self._metadata(
+            plan, repair, prompt_tokens, generated, first_token, last_token, kept[0],
+            "stop" if assembler.stopped else picker.finish_reason or "stop",
+        ))  # fmt: skip
+
+    def _prune(self, composition: Composition, pieces: list[Piece], room: int) -> PromptState:
+        ranges = [
+            [
+                Range(begin, begin + piece.tokens, piece.keep)
+                for begin, piece in zip(row, pieces, strict=True)
+                if piece.prunable
+            ]
+            for row in composition.begins
+        ]
+        return prune(composition.state, composition.window, ranges, room)
+
+    def _document_pairs(self, state: PromptState, pieces: list[Piece], prompt_tokens: int, pruned: bool) -> int:
+        """Pairs of documents in ``state``: all but those of P, text and generated tokens."""
+        generated = state.tokens - prompt_tokens
+        text = sum(piece.tokens for piece in pieces if piece.cache is None or piece.cache.document_id == "header")
+        return state.pairs - (text + generated) * self.model.layers * self.model.kv_heads
+
+    def _metadata(
+        self,
+        plan: _Plan,
+        repair: float,
+        prompt_tokens: int,
+        generated: int,
+        first_token: float,
+        last_token: float,
+        pairs_kept: int,
+        finish_reason: str,
+    ) -> AnswerMetadata:
+        from kv_rag.compose import computed_tokens
+
+        pairs_full = sum(cache.full_pairs for _, cache in plan.served)
+        return AnswerMetadata(
+            mode=plan.mode,
+            keep=pairs_kept / pairs_full if pairs_full else None,
+            repair=repair,
+            documents=tuple(document_id for document_id, _ in plan.served),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=prompt_tokens - sum(computed_tokens(piece, repair).numel() for piece in plan.pieces),
+            generated_tokens=generated,
+            seconds_to_first_token=first_token,
+            seconds_per_token=(last_token - first_token) / (generated - 1) if generated > 1 else None,
+            pairs_kept=pairs_kept,
+            pairs_full=pairs_full,
+            resident_bytes=sum({id(cache): cache.nbytes for _, cache in plan.served}.values()),
+            finish_reason=finish_reason,
+            prefilled=tuple(plan.prefilled),
+        )
+
+
+_MARK = "\u2060kv_rag documents\u2060"
+
+
+def _limited(generation: Generation, room: int) -> Generation:
+    from dataclasses import replace
+
+    return replace(generation, max_new_tokens=room)
+
+
+def _default_keep(keep: float | None, budget: int | None, default: float) -> float | None:
+    return default if keep is None and budget is None else keep
+
+
+def _documents(documents: str | Document | Iterable[str | Document]) -> list[Document]:
+    """Checked documents, each text once."""
+    if isinstance(documents, (str, Document)):
+        documents = [documents]
+    unique: dict[str, Document] = {}
+    for document in documents:
+        checked = document if isinstance(document, Document) else Document(document)
+        unique.setdefault(checked.id, checked)
+    return list(unique.values())
+
+
+def _missing(document_id: str, choice: Choice, records: list[StateRecord]) -> str:
+    stored = ", ".join(str(record.compression) for record in records) or "nothing"
+    if choice.mode == "compressed":
+        asked = "a compressed state"
+        if choice.method:
+            asked += f" by {choice.method}"
+        if choice.keep is not None:
+            asked += f" with keep={choice.keep:g}"
+        way_out = "ingest it so: engine.ingest(text, method=…, keep=…, retain='compressed' or 'both')"
+    else:
+        asked = f"its full state for mode={choice.mode!r}"
+        way_out = "ingest it so: engine.ingest(text, retain='both' or 'full')"
+    return (
+        f"document {document_id} was asked for {asked}, but the store holds {stored}; {way_out}, "
+        f"or pass on_missing='prefill' to read it for this question"
+    )

@@ -1,0 +1,61 @@
+"""Compression methods by name. A new method is one file with one class, and one line here.
+
+A method is a frozen dataclass: its fields are its settings, ``score`` ranks the pairs of one layer. It has seen no
+question. What stays for a given ranking and budget is decided in ``kv_rag.selection``, the same for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kv_rag.document import Scalar
+from kv_rag.errors import InvalidSetting, UnknownMethod
+from kv_rag.methods.base import LayerStates, Method
+from kv_rag.methods.knorm import KNorm
+from kv_rag.methods.random import Random
+from kv_rag.methods.streaming import Streaming
+
+METHODS: dict[str, type[Method]] = {
+    "knorm": KNorm,
+    "random": Random,
+    "streaming": Streaming,
+}
+
+_QUERY_AWARE = {"snapkv", "snap_kv", "pyramidkv", "adakv", "tova_question"}
+
+__all__ = ["METHODS", "LayerStates", "Method", "create", "register"]
+
+
+def create(name: str, settings: Mapping[str, Scalar] | None = None) -> Method:
+    """The method called ``name`` with its own ``settings``.
+
+    Raises:
+        UnknownMethod: no such method, or a query-aware one.
+        InvalidSetting: a setting that the method does not have, or a value it does not take.
+    """
+    if not isinstance(name, str) or name.lower() in _QUERY_AWARE:
+        raise UnknownMethod(
+            f"{name!r} may not be an ingest method: it ranks pairs by a question, and at ingest there is none. A cache "
+            f"pruned for one question is useless for the next. Use mode='snapkv' when asking, with retain='full' or 'both'."
+        )
+    if name not in METHODS:
+        raise UnknownMethod(f"no compression method {name!r}; there are: {', '.join(sorted(METHODS))}")
+    method = METHODS[name]
+    known = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
+    unknown = sorted(set(settings or {}) - known)
+    if unknown:
+        has = f"it has: {', '.join(sorted(known))}" if known else "it has none"
+        raise InvalidSetting(f"method {name!r} has no setting {', '.join(map(repr, unknown))}; {has}")
+    return method(**(settings or {}))
+
+
+def register(name: str, method: type[Method]) -> None:
+    """Adds a method of your own under ``name`` for this process.
+
+    Raises:
+        InvalidSetting: the name is taken or reserved.
+    """
+    if name in METHODS or name in _QUERY_AWARE or name == "full":
+        raise InvalidSetting(f"the method name {name!r} is taken; choose another")
+    METHODS[name] = method
