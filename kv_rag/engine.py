@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from kv_rag import methods
 from kv_rag.answer import Answer, AnswerMetadata, AnswerStream, Prefilled
-from kv_rag.compose import Composition, Piece, compose
+from kv_rag.compose import Composition, Piece, compose, computed_tokens
 from kv_rag.document import Compression, Document, DocumentCache, Scalar
 from kv_rag.errors import (
     EmptyInput,
@@ -31,6 +31,7 @@ from kv_rag.errors import (
     UnknownDocument,
 )
 from kv_rag.generation import Generation, TextAssembler, TokenPicker, generate
+from kv_rag.likelihood import Likelihood, answer_likelihood
 from kv_rag.ingest import compress, prefill, prefill_header
 from kv_rag.memory import DocumentMemory, MemoryReport, StateMemory
 from kv_rag.model import LanguageModel, check_context
@@ -338,9 +339,41 @@ class Engine:
             ContextOverflow: from this call, before any forward pass.
         """
         started = time.perf_counter()
+        segments = self._question_segments(question, documents, on_missing)
+        return self._start(segments, Choice(mode, keep, method), repair, on_missing, generation, started)
+
+    def likelihood(
+        self,
+        question: str,
+        answer: str,
+        *,
+        documents: str | Sequence[str],
+        mode: str = "compressed",
+        keep: float | None = None,
+        method: str | None = None,
+        repair: float = REPAIR,
+        on_missing: str = "error",
+    ) -> Likelihood:
+        """How likely the model finds ``answer`` (teacher-forced) where ``stream`` would generate: for evaluations.
+
+        The same path as generation: with snapkv the first token comes from the full state, the rest from the pruned one.
+        """
+        segments = self._question_segments(question, documents, on_missing)
+        plan = self._plan(segments, Choice(mode, keep, method), on_missing)
+        answer_ids = self.model.encode(answer, template=False)
+        if not answer_ids.numel():
+            raise EmptyInput("the answer to score is empty")
+        window = plan.pieces[-1].tokens if any(piece.prunable for piece in plan.pieces) else 0
+        room = answer_ids.numel()
+        composition = compose(
+            self.model, plan.pieces, repair=repair, reserve=room, chunk=self._chunk, window=window
+        )
+        state = self._prune(composition, plan.pieces, room) if window else composition.state
+        return answer_likelihood(self.model, composition.logits, state, answer_ids)
+
+    def _question_segments(self, question: str, documents: str | Sequence[str], on_missing: str) -> list[Segment]:
         if not isinstance(question, str) or not question.strip():
             raise EmptyInput("the question is empty")
-        choice = Choice(mode, keep, method)
         chosen = self._named_documents(documents, on_missing)
         before, marker, after = self.model.render([{"role": "user", "content": _MARK}]).partition(_MARK)
         asked = QUESTION.format(joint=JOINT, question=question.strip()) if chosen else question.strip()
@@ -348,7 +381,7 @@ class Engine:
         for index, segment in enumerate(chosen):
             segments += [TextSegment(JOINT), segment] if index else [segment]
         segments.append(TextSegment(asked + after))
-        return self._start(segments, choice, repair, on_missing, generation, started)
+        return segments
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Answer:
         """The model's next turn. As ``stream_chat``, at once."""
@@ -556,7 +589,6 @@ class Engine:
             self.model, torch.cat([piece.token_ids for piece in plan.pieces]), _limited(generation, room)
         )
         assembler = TextAssembler(self.model, generation.stop)
-        kept: list[int] = []
 
         def state_after_first() -> PromptState:
             state = self._prune(composition, plan.pieces, room) if prunes else composition.state
@@ -577,9 +609,9 @@ class Engine:
         text += tail
         yield tail
         generated = len(picker.generated)
-        kept.append(self._document_pairs(composition.state, plan.pieces, prompt_tokens, prunes and generated > 1))
+        pairs_kept = self._document_pairs(composition.state, plan.pieces, prompt_tokens)
         yield Answer(text, self._metadata(
-            plan, repair, prompt_tokens, generated, first_token, last_token, kept[0],
+            plan, repair, prompt_tokens, generated, first_token, last_token, pairs_kept,
             "stop" if assembler.stopped else picker.finish_reason or "stop",
         ))  # fmt: skip
 
@@ -594,7 +626,7 @@ class Engine:
         ]
         return prune(composition.state, composition.window, ranges, room)
 
-    def _document_pairs(self, state: PromptState, pieces: list[Piece], prompt_tokens: int, pruned: bool) -> int:
+    def _document_pairs(self, state: PromptState, pieces: list[Piece], prompt_tokens: int) -> int:
         """Pairs of documents in ``state``: all but those of P, text and generated tokens."""
         generated = state.tokens - prompt_tokens
         text = sum(piece.tokens for piece in pieces if piece.cache is None or piece.cache.document_id == "header")
@@ -611,8 +643,6 @@ class Engine:
         pairs_kept: int,
         finish_reason: str,
     ) -> AnswerMetadata:
-        from kv_rag.compose import computed_tokens
-
         pairs_full = sum(cache.full_pairs for _, cache in plan.served)
         return AnswerMetadata(
             mode=plan.mode,
@@ -636,8 +666,6 @@ _MARK = "\u2060kv_rag documents\u2060"
 
 
 def _limited(generation: Generation, room: int) -> Generation:
-    from dataclasses import replace
-
     return replace(generation, max_new_tokens=room)
 
 
