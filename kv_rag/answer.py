@@ -35,6 +35,7 @@ class AnswerMetadata:
         resident_bytes: bytes of the documents' states that have to be held for the next question.
         finish_reason: "stop" (end token or stop string), "length", or "closed" (the stream was dropped).
         prefilled: what ran through the model and why.
+
     """
 
     mode: str
@@ -108,6 +109,7 @@ class AnswerStream(Iterator[str]):
 
         Raises:
             RuntimeError: the stream was closed before its end.
+
         """
         for _ in self:
             pass

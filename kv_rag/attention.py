@@ -38,6 +38,7 @@ class ForwardPass:
         at: angles of the new tokens' positions.
         slots: one Slots for each layer; layers of one length share one object.
         observer: sees queries, keys and values of every layer.
+
     """
 
     state: PromptState

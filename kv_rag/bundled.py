@@ -49,6 +49,7 @@ def bundled_folder(name: str) -> Path:
 
     Raises:
         ModelNotFound: no bundled model of that name, or its package is not installed.
+
     """
     if name not in BUNDLED:
         raise ModelNotFound(f"no bundled model {PREFIX}{name}; there are: {', '.join(PREFIX + n for n in BUNDLED)}")

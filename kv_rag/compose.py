@@ -30,6 +30,7 @@ class Piece:
         exact: the state is what a prefill here would give (nothing but P stands before), so it needs no repair.
         prunable: SnapKV may drop pairs of it, down to ``keep`` of its tokens.
         keep: see above.
+
     """
 
     token_ids: Tensor
@@ -56,6 +57,7 @@ class Composition:
         logits: ``[V]`` after the last prompt token.
         window: rotated queries ``[Q, W, D]`` of the observation window, one a layer (empty unless recorded).
         begins: begins[layer][i] is the first slot of piece i.
+
     """
 
     state: PromptState
@@ -98,6 +100,7 @@ def compose(
         chunk: tokens per forward pass.
         window: record the queries of so many last tokens, for SnapKV.
         repaired: instead of ``repair``: for each piece, which of its tokens to recompute (ascending int64).
+
     """
     begins = _layout(model.layers, pieces)
     ends = [begins[layer][-1] + pieces[-1].slots(layer) for layer in range(model.layers)]
@@ -201,6 +204,7 @@ def cache_from_prefill(
 
     Args:
         raw_keys: each layer's ``[H, T, D]`` keys without position, for exactly those tokens.
+
     """
     positions = torch.arange(tokens, dtype=torch.int32).repeat(model.kv_heads)
     return tuple(

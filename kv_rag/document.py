@@ -29,6 +29,7 @@ class Document:
 
     Raises:
         EmptyInput: the text is empty or white space.
+
     """
 
     text: str
@@ -82,6 +83,7 @@ class Compression:
 
         Raises:
             InvalidSetting: both or neither of keep and budget, or one of them out of range.
+
         """
         check_budget(keep, budget)
         keep = None if keep is None else float(keep)
@@ -126,6 +128,7 @@ class LayerPairs:
         values: ``[pairs, head_dim]``.
         positions: ``[pairs]`` int32, each pair's original position in the document, 0 to tokens - 1.
         lengths: pairs in each KV head; they sum to ``pairs``.
+
     """
 
     keys: Tensor
@@ -155,6 +158,7 @@ class DocumentCache:
         token_ids: ``[tokens]`` int64, the document tokenised on its own, without special tokens.
         layers: one LayerPairs a layer.
         compression: how the pairs were chosen.
+
     """
 
     document_id: str

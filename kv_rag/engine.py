@@ -31,8 +31,8 @@ from kv_rag.errors import (
     UnknownDocument,
 )
 from kv_rag.generation import Generation, TextAssembler, TokenPicker, generate
-from kv_rag.likelihood import Likelihood, answer_likelihood
 from kv_rag.ingest import compress, prefill, prefill_header
+from kv_rag.likelihood import Likelihood, answer_likelihood
 from kv_rag.memory import DocumentMemory, MemoryReport, StateMemory
 from kv_rag.model import LanguageModel, check_context
 from kv_rag.prompt import Choice, DocumentSegment, Segment, TextSegment, split_prompt
@@ -66,6 +66,7 @@ class Ingested:
         pairs_full: pairs before compression.
         bytes_on_disk: of all its states.
         seconds: wall-clock time.
+
     """
 
     id: str
@@ -98,6 +99,7 @@ class Engine:
         store: where states are kept; opened with the model's fingerprint.
         resident_budget: bytes of document states held in memory between questions; None for no limit.
         chunk: tokens per forward pass when reading documents and long prompts.
+
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Engine:
         Raises:
             ModelNotFound, UnsupportedModel: from loading.
             StoreError, StoreMismatch: from opening the store.
+
         """
         if isinstance(model, tuple):
             language_model = LanguageModel(*model, system=system)
@@ -192,6 +195,7 @@ class Engine:
             EmptyInput, InvalidSetting, UnknownMethod: before any work is done.
             ContextOverflow: a document is longer than the model's context; nothing of this call is ingested.
             StoreError: the store cannot be written; documents stored before that are complete.
+
         """
         if retain not in RETAIN:
             raise InvalidSetting(f"retain must be one of {', '.join(RETAIN)}, got {retain!r}")
@@ -270,6 +274,7 @@ class Engine:
 
         Raises:
             UnknownDocument, AmbiguousDocument.
+
         """
         return self.store.document(self.store.resolve(reference))
 
@@ -337,6 +342,7 @@ class Engine:
         Raises:
             EmptyInput, InvalidSetting, UnknownDocument, AmbiguousDocument, RepeatedDocument, StateMissing,
             ContextOverflow: from this call, before any forward pass.
+
         """
         started = time.perf_counter()
         segments = self._question_segments(question, documents, on_missing)
@@ -375,7 +381,7 @@ class Engine:
         if not isinstance(question, str) or not question.strip():
             raise EmptyInput("the question is empty")
         chosen = self._named_documents(documents, on_missing)
-        before, marker, after = self.model.render([{"role": "user", "content": _MARK}]).partition(_MARK)
+        before, _, after = self.model.render([{"role": "user", "content": _MARK}]).partition(_MARK)
         asked = QUESTION.format(joint=JOINT, question=question.strip()) if chosen else question.strip()
         segments: list[Segment] = [TextSegment(before)] if before else []
         for index, segment in enumerate(chosen):
@@ -414,6 +420,7 @@ class Engine:
             text: the prompt.
             formatted: the chat template has been applied already; otherwise ``text`` becomes the user's message.
             **options: as in ``stream_chat``.
+
         """
         if not isinstance(text, str) or not text.strip():
             raise EmptyInput("the prompt is empty")

@@ -36,6 +36,7 @@ class Generation:
 
     Raises:
         InvalidSetting: a value out of range.
+
     """
 
     max_new_tokens: int = 256
@@ -110,7 +111,7 @@ class TokenPicker:
             self._random.manual_seed(generation.seed)
         else:
             self._random.seed()
-        self._end = EosTokenCriteria(eos_token_id=model.end_ids) if model.end_ids else None
+        self._end: Any = EosTokenCriteria(eos_token_id=model.end_ids) if model.end_ids else None
         self._stopping = StoppingCriteriaList(generation.stopping_criteria)
         self._length = MaxLengthCriteria(max_length=self._prompt_tokens + generation.max_new_tokens)
         self.finish_reason: str | None = None

@@ -19,6 +19,7 @@ class Likelihood:
         nll: mean negative log-likelihood in nats per token.
         predicted: share of the tokens that the argmax predicts.
         tokens: length of the answer.
+
     """
 
     nll: float
@@ -27,7 +28,7 @@ class Likelihood:
 
 
 def answer_likelihood(model: LanguageModel, first: Tensor, state: PromptState, answer_ids: Tensor) -> Likelihood:
-    """Scores ``answer_ids`` ``[T]``: the first token by ``first`` ``[V]``, later ones by running the answer over ``state``."""
+    """Scores ``answer_ids`` ``[T]``: the first token by ``first`` ``[V]``, later ones by running them over ``state``."""
     logits = first[None]
     later = answer_ids.numel() - 1
     if later:

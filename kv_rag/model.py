@@ -35,6 +35,7 @@ class LanguageModel:
 
     Raises:
         UnsupportedModel: architecture, layer type or rotary scaling whose state cannot be composed exactly.
+
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, system: str | None = None) -> None:
@@ -69,6 +70,7 @@ class LanguageModel:
         Raises:
             ModelNotFound: nothing loadable there.
             UnsupportedModel: see the class. Found out from the config, before weights are read.
+
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -79,7 +81,7 @@ class LanguageModel:
         chosen = _dtype(dtype, device)
         try:
             check_supported(AutoConfig.from_pretrained(place))
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=chosen)
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=chosen)
             tokenizer = AutoTokenizer.from_pretrained(place)
         except UnsupportedModel:
             raise
@@ -128,6 +130,7 @@ class LanguageModel:
 
         Returns:
             ``[logits, V]`` in the model's dtype, or None.
+
         """
         tokens = token_ids.to(self.device)[None]
         at = angles(positions.to(self.device), self.inverse_frequencies.to(self.device))
@@ -165,6 +168,7 @@ class LanguageModel:
         Args:
             slots: one ``[T]`` int64 tensor for each layer; layers may share the same tensor object.
             on_chunk: called with the number of tokens after each chunk.
+
         """
         result = None
         total = token_ids.numel()
@@ -194,6 +198,7 @@ class LanguageModel:
         Args:
             template: whether control tokens written in the text (``<|im_end|>``) are control tokens. For documents they
                 are not: a document must not be able to end the user's turn.
+
         """
         if not text:
             return torch.empty(0, dtype=torch.int64)

@@ -35,6 +35,7 @@ class Choice:
 
     Raises:
         InvalidSetting: unknown mode, keep out of range.
+
     """
 
     mode: str = "compressed"
@@ -124,6 +125,7 @@ def split_prompt(prompt: str, find_candidates: FindCandidates, find_length: Find
         prompt: what the model is to read, with or without references.
         find_candidates: ``store.candidates``: which documents begin with given ANCHOR characters.
         find_length: characters of the document with a given digest, or None when it is not in the store.
+
     """
     claims = list(_referenced(prompt, find_length))
     claims = sorted(claims + list(_recognised(prompt, claims, find_candidates)), key=lambda claim: claim.begin)

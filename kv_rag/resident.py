@@ -16,6 +16,7 @@ class ResidentStates:
 
     Args:
         budget: bytes held at most; a single state larger than that is used and not held. None for no limit.
+
     """
 
     def __init__(self, budget: int | None) -> None:

@@ -31,6 +31,7 @@ def select_uniform(scores: Tensor, count: int, sinks: int = SINKS) -> Tensor:
 
     Returns:
         ``[H, K]`` int64, ascending in each head.
+
     """
     ranked = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).clone()
     ranked[:, : min(sinks, count)] = torch.inf

@@ -40,6 +40,7 @@ def window_attention(queries: Tensor, layer: LayerState) -> Tensor:
 
     Returns:
         ``[H, S]`` float32, S the slots in use; rows sum to 1.
+
     """
     heads, group = layer.keys.shape[0], queries.shape[0] // layer.keys.shape[0]
     window, dim = queries.shape[1:]
@@ -72,6 +73,7 @@ def select(attention: Tensor, ranges: list[Range], pool: int = POOL) -> Tensor:
 
     Returns:
         ``[H, K]`` int64, ascending in each head; ties won by the earlier slot.
+
     """
     slots = attention.shape[-1]
     scores = torch.full_like(attention, torch.inf)
@@ -97,6 +99,7 @@ def prune(
         window: one ``[Q, W, D]`` for each layer.
         ranges: for each layer, which slots may be dropped.
         reserve: slots to leave for generated tokens.
+
     """
     layers = []
     for layer, queries, droppable in zip(state.layers, window, ranges, strict=True):

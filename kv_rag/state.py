@@ -24,6 +24,7 @@ class LayerState:
         length: slots in use.
         empty: ``[H, S]`` bool, True where a head has no pair in a slot (heads that keep fewer pairs than the longest
             head of their document), or None when no slot is empty.
+
     """
 
     keys: Tensor

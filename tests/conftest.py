@@ -46,7 +46,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SIZES,
         **rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                original_max_position_embeddings=256),
-    ),  # fmt: skip
+    ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen2-yarn": lambda: Qwen2Config(

@@ -432,7 +432,7 @@ def test_store_of_another_model_is_refused_by_name(engine: Engine, change: str, 
 
 def test_store_of_another_format_version_is_refused(engine: Engine) -> None:
     place = engine.store.folder / "store.json"
-    place.write_text(place.read_text().replace('"format": "1"', '"format": "99"'))
+    place.write_text(place.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(StoreMismatch, match="format version"):
         Engine(engine.model, engine.store.folder)
 

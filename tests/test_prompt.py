@@ -119,8 +119,14 @@ def test_stripping_references_gives_the_clean_text() -> None:
     assert strip_references(f"a {with_reference(ONE, SNAPKV)} b") == f"a {ONE} b"
 
 
-@pytest.mark.parametrize("text", ["Ein Text über Häuser, Straßen und Brücken in Köln.", "文書は一度だけ読まれ、その状態はディスクに保存されます。質問はそこから答えられます。追加の文。",
-                                  "Lines that end\r\nas Windows ends them,\r\nwith {braces} and {{more}}."])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ein Text über Häuser, Straßen und Brücken in Köln.",
+        "文書は一度だけ読まれ、その状態はディスクに保存されます。質問はそこから答えられます。",
+        "Lines that end\r\nas Windows ends them,\r\nwith {braces} and {{more}}.",
+    ],
+)
 def test_other_scripts_line_ends_and_braces_are_found(text: str) -> None:
     assert DocumentSegment(text_digest(text), text) in Shelf(text).split(f"Context:\n{text}\n\nQ?")
 

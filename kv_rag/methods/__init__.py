@@ -33,6 +33,7 @@ def create(name: str, settings: Mapping[str, Scalar] | None = None) -> Method:
     Raises:
         UnknownMethod: no such method, or a query-aware one.
         InvalidSetting: a setting that the method does not have, or a value it does not take.
+
     """
     if not isinstance(name, str) or name.lower() in _QUERY_AWARE:
         raise UnknownMethod(
@@ -55,6 +56,7 @@ def register(name: str, method: type[Method]) -> None:
 
     Raises:
         InvalidSetting: the name is taken or reserved.
+
     """
     if name in METHODS or name in _QUERY_AWARE or name == "full":
         raise InvalidSetting(f"the method name {name!r} is taken; choose another")

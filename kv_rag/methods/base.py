@@ -18,6 +18,7 @@ class LayerStates:
         values: ``[kv_heads, tokens, head_dim]``.
         seed_text: the document's id; a method that draws numbers seeds itself with it, so that the same document gives
             the same state on every machine.
+
     """
 
     layer: int

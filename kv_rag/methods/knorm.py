@@ -18,4 +18,5 @@ class KNorm:
     """
 
     def score(self, states: LayerStates) -> Tensor:
-        return -torch.linalg.vector_norm(states.keys.float(), dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(states.keys.float(), dim=-1)
+        return -norms

@@ -17,6 +17,7 @@ class Random:
 
     Args:
         seed: another seed, another draw. The same document and seed give the same pairs on every machine.
+
     """
 
     seed: int = 0

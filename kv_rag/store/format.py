@@ -1,270 +1,295 @@
-"""One state file: safetensors, everything about the state in it.
+"""One state in one safetensors file: writing it, and reading it without trusting it.
 
-Tensors: for layer i (three digits) ``layers.i.keys`` and ``layers.i.values`` ``[pairs, head_dim]`` in the model's dtype,
-``layers.i.positions`` ``[pairs]`` int32, flat per head as in ``LayerPairs``; ``token_ids`` ``[tokens]`` int64; ``text``
-``[bytes]`` uint8, the document in UTF-8. Header metadata (all strings): ``format``, ``document``, ``name``,
-``compression`` (JSON), ``lengths`` (JSON: pairs of each head of each layer), ``fingerprint``, ``created``, ``checksums``
-(JSON: tensor name -> BLAKE2b of its bytes), and ``header_checksum`` over all of the above.
+Tensors, in the file's order (layer after layer, so that the first layers can be used while later ones are read):
+    ``token_ids``                   [tokens] int64
+    ``layers.{i:03d}.positions``    [pairs] int32
+    ``layers.{i:03d}.keys``         [pairs, head_dim] float32, float16 or bfloat16
+    ``layers.{i:03d}.values``       as keys
+    ``text``                        [bytes] uint8, UTF-8
+
+Metadata, all strings: ``format``, ``fingerprint`` (digest), ``document_id``, ``name`` (JSON), ``compression`` (JSON),
+``tokens``, ``characters``, ``lengths`` (JSON: pairs in every head of every layer), ``created``, ``checksums`` (JSON:
+BLAKE2b-128 of every tensor's bytes) and ``header_checksum`` over all of these and every tensor's dtype and shape.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Mapping
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kv_rag.document import Compression, Document, DocumentCache, LayerPairs, text_digest
-from kv_rag.errors import DamagedState
+from kv_rag.errors import DamagedState, InvalidSetting, StoreError
+from kv_rag.store.identity import (
+    checksum,
+    compression_json,
+    length_prefixed_digest,
+    parse_compression,
+    state_key,
+    tensor_bytes,
+)
 
-FORMAT = "1"
-TEMPORARY = ".tmp-"
+FORMAT = "kv_rag state 1"
+LARGEST_HEADER = 16 << 20  # bytes; 100 layers of 128 heads need 0.2 MB. Bounds what a hostile file makes us parse.
+
+_DTYPES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
+}  # fmt: skip
+_PAIR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What a file that is not as written can make the readers raise.
+_GARBLED = (
+    SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError
+)  # fmt: skip
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a state file says of itself, checked against its own checksum."""
+    """What a state file says about itself."""
 
+    fingerprint: str
     document_id: str
     name: str | None
     compression: Compression
-    lengths: tuple[tuple[int, ...], ...]
     tokens: int
     characters: int
-    fingerprint: str
+    lengths: tuple[tuple[int, ...], ...]  # [layers][kv_heads]
     created: str
     checksums: Mapping[str, str]
 
-    @property
-    def pairs(self) -> int:
-        return sum(map(sum, self.lengths))
 
-    @property
-    def full_pairs(self) -> int:
-        return self.tokens * sum(len(heads) for heads in self.lengths)
+@dataclass(frozen=True)
+class StateFile:
+    """A state file whose header has been checked. Its tensors are mapped: bytes are read when they are used."""
 
+    path: Path
+    file_bytes: int
+    identity: tuple[int, ...]  # changes when the file is replaced or written to
+    header: Header
+    tensors: Mapping[str, Tensor]
 
-def state_key(fingerprint: str, document_id: str, token_ids: Tensor, compression: Compression) -> str:
-    """Content address of a state: 40 hex digits over length-prefixed fields, so that no two inputs run together."""
-    digest = hashlib.blake2b(digest_size=20)
-    ids = token_ids.to(torch.int64).contiguous().numpy().tobytes()
-    for field in (fingerprint.encode(), document_id.encode(), ids, compression_json(compression).encode()):
-        digest.update(len(field).to_bytes(8, "big"))
-        digest.update(field)
-    return digest.hexdigest()
+    def cache(self) -> DocumentCache:
+        layers = tuple(
+            LayerPairs(
+                keys=self.tensors[f"layers.{i:03d}.keys"],
+                values=self.tensors[f"layers.{i:03d}.values"],
+                positions=self.tensors[f"layers.{i:03d}.positions"],
+                lengths=lengths,
+            )
+            for i, lengths in enumerate(self.header.lengths)
+        )
+        return DocumentCache(self.header.document_id, self.tensors["token_ids"], layers, self.header.compression)
 
-
-def compression_json(compression: Compression) -> str:
-    return json.dumps([compression.method, compression.keep, compression.budget, list(compression.settings)])
-
-
-def compression_from_json(text: str) -> Compression:
-    method, keep, budget, settings = json.loads(text)
-    if not isinstance(method, str):
-        raise ValueError(f"method {method!r}")
-    return Compression(method, keep, budget, tuple((str(name), value) for name, value in settings))
-
-
-def write_state(path: Path, document: Document, cache: DocumentCache, fingerprint: str, created: str) -> None:
-    """Writes ``path`` in one step: a temporary file, synced, renamed. A reader sees all of it or nothing.
-
-    Raises:
-        OSError: the file system refuses; nothing is left behind.
-    """
-    tensors = _tensors(document, cache)
-    metadata = {
-        "format": FORMAT,
-        "document": document.id,
-        "name": json.dumps(document.name),
-        "compression": compression_json(cache.compression),
-        "lengths": json.dumps([layer.lengths for layer in cache.layers]),
-        "tokens": str(cache.tokens),
-        "characters": str(len(document.text)),
-        "fingerprint": fingerprint,
-        "created": created,
-        "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}),
-    }
-    metadata["header_checksum"] = _header_checksum(metadata)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY, suffix=".safetensors", dir=path.parent)
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata)
-        os.chmod(temporary, 0o600)
-        _sync(Path(temporary))
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        raise
-    _sync(path.parent)
-
-
-def _tensors(document: Document, cache: DocumentCache) -> dict[str, Tensor]:
-    tensors = {}
-    for index, layer in enumerate(cache.layers):
-        for part in ("keys", "values", "positions"):
-            # safetensors refuses tensors that share memory, as all layers' positions of a full state do.
-            tensor = getattr(layer, part).detach().to("cpu")
-            tensors[f"layers.{index:03d}.{part}"] = tensor.clone() if part == "positions" else tensor.contiguous()
-    tensors["token_ids"] = cache.token_ids.to("cpu", torch.int64).contiguous()
-    text = document.text.encode("utf-8", "surrogatepass")
-    tensors["text"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return tensors
-
-
-def checksum(tensor: Tensor) -> str:
-    """BLAKE2b, 128 bits, of a tensor's bytes."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-
-
-def _header_checksum(metadata: Mapping[str, str]) -> str:
-    fields = [[name, metadata[name]] for name in sorted(metadata) if name != "header_checksum"]
-    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-
-
-def read_header(path: Path) -> Header:
-    """The header of a state file, without its tensors.
-
-    Raises:
-        FileNotFoundError: no such file.
-        DamagedState: not a state file, or its header was changed.
-    """
-    with _opened(path) as file:
-        return _header(path, file)
-
-
-def read_state(path: Path, *, check: bool) -> tuple[Header, DocumentCache]:
-    """A state, its tensors mapped from the file.
-
-    Args:
-        path: the file.
-        check: compare every tensor with its checksum, which reads them all.
-
-    Raises:
-        FileNotFoundError: no such file.
-        DamagedState: see ``read_header``; also shapes that do not fit together or a checksum that differs.
-    """
-    with _opened(path) as file:
-        header = _header(path, file)
-        names = set(file.keys())
-        if names != set(header.checksums):
-            raise damaged(path, "its tensors are not those its header lists")
-        tensors = {name: file.get_tensor(name) for name in sorted(names)}
-    if check:
-        for name, tensor in tensors.items():
-            if checksum(tensor) != header.checksums[name]:
-                raise damaged(path, f"the bytes of {name} changed since they were written")
-    layers = []
-    for index, lengths in enumerate(header.lengths):
-        parts = [tensors.get(f"layers.{index:03d}.{part}") for part in ("keys", "values", "positions")]
-        layers.append(_layer(path, index, parts, lengths))
-    token_ids = tensors.get("token_ids")
-    if token_ids is None or token_ids.dtype != torch.int64 or tuple(token_ids.shape) != (header.tokens,):
-        raise damaged(path, f"token_ids is not [{header.tokens}] int64")
-    return header, DocumentCache(header.document_id, token_ids, tuple(layers), header.compression)
-
-
-def _layer(path: Path, index: int, parts: list[Tensor | None], lengths: tuple[int, ...]) -> LayerPairs:
-    keys, values, positions = parts
-    pairs = sum(lengths)
-    fits = (
-        keys is not None and values is not None and positions is not None
-        and keys.dim() == 2 and keys.shape[0] == pairs and values.shape == keys.shape and values.dtype == keys.dtype
-        and keys.is_floating_point() and tuple(positions.shape) == (pairs,) and positions.dtype == torch.int32
-    )  # fmt: skip
-    if not fits:
-        raise damaged(path, f"the tensors of layer {index} do not fit {pairs} pairs")
-    assert keys is not None and values is not None and positions is not None
-    return LayerPairs(keys, values, positions, lengths)
-
-
-def read_text(path: Path) -> str:
-    """The document's text, alone.
-
-    Raises:
-        FileNotFoundError, DamagedState: as ``read_header``; also text that is not the document's.
-    """
-    with _opened(path) as file:
-        header = _header(path, file)
-        if "text" not in header.checksums or "text" not in set(file.keys()):
-            raise damaged(path, "its text is missing")
+    def text(self) -> str:
+        """The document's text. Raises DamagedState when it is not the one the document's id was made of."""
         try:
-            text = file.get_tensor("text").numpy().tobytes().decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise damaged(path, "its text is not UTF-8") from None
-    if text_digest(text) != header.document_id:
-        raise damaged(path, "its text is not that of its document id")
-    return text
+            text = bytes(tensor_bytes(self.tensors["text"])).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise damaged(self.path, "its text is not UTF-8") from error
+        if text_digest(text) != self.header.document_id or len(text) != self.header.characters:
+            raise damaged(self.path, "its text is not the document's")
+        return text
+
+    def check(self) -> None:
+        """Reads everything. Raises DamagedState naming the first tensor whose bytes are not those written."""
+        for name, tensor in self.tensors.items():
+            if checksum(tensor) != self.header.checksums[name]:
+                raise damaged(self.path, f"the bytes of {name} are not those that were written")
+        tokens = self.header.tokens
+        for name, tensor in self.tensors.items():
+            # A file can carry matching checksums and still be made up.
+            if name.endswith(".positions") and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < tokens:
+                raise damaged(self.path, f"{name} points outside the document's {tokens} tokens")
 
 
 def damaged(path: Path, what: str) -> DamagedState:
-    return DamagedState(
-        f"state file {path} is damaged: {what}; remove the document and ingest it again (kv-rag verify lists all damage)"
-    )
+    """The error for a state that must not be used."""
+    return DamagedState(f"{path} is damaged: {what}; remove this state (or the file) and ingest the document again")
 
 
-class _opened:
-    """``safe_open`` for a regular file, with DamagedState for whatever safetensors finds wrong with it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any = None
-
-    def __enter__(self) -> Any:
-        if self._path.is_symlink():
-            raise damaged(self._path, "it is a symbolic link")
-        if not self._path.exists():
-            raise FileNotFoundError(self._path)
-        try:
-            self._file = safe_open(self._path, framework="pt", device="cpu")
-            return self._file.__enter__()
-        except (SafetensorError, UnicodeDecodeError, ValueError, OverflowError, MemoryError) as error:
-            raise damaged(self._path, f"not a readable safetensors file ({error})") from error
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._file.__exit__(kind, error, trace)
-        if isinstance(error, (SafetensorError, RuntimeError)):
-            raise damaged(self._path, str(error)) from error
+# --- writing ---
 
 
-def _header(path: Path, file: Any) -> Header:
-    metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT:
-        raise damaged(path, f"format {metadata.get('format')!r}, this version reads {FORMAT!r}")
-    if metadata.get("header_checksum") != _header_checksum(metadata):
-        raise damaged(path, "its header was changed")
+def new_state(document: Document, cache: DocumentCache, fingerprint: str) -> tuple[Header, dict[str, Tensor]]:
+    """Header and tensors, in the file's order, of a state to be written.
+
+    Raises:
+        InvalidSetting: the cache is another document's, or its tensors do not fit each other.
+
+    """
+    if document.id != cache.document_id:
+        raise InvalidSetting(f"this is the state of document {cache.document_id}, not of {document.id} ({document.name})")
+    text = bytearray(document.text.encode("utf-8", "surrogatepass"))
+    tensors = {"token_ids": cache.token_ids}
+    for i, layer in enumerate(cache.layers):
+        # Positions first: whatever head_dim is, every tensor then begins at a multiple of its element size.
+        tensors[f"layers.{i:03d}.positions"] = layer.positions
+        tensors[f"layers.{i:03d}.keys"] = layer.keys
+        tensors[f"layers.{i:03d}.values"] = layer.values
+    tensors["text"] = torch.frombuffer(text, dtype=torch.uint8)
+    header = Header(
+        fingerprint, document.id, document.name, cache.compression, cache.tokens, len(document.text),
+        tuple(tuple(layer.lengths) for layer in cache.layers), datetime.now(timezone.utc).isoformat(),
+        {name: checksum(tensor) for name, tensor in tensors.items()},
+    )  # fmt: skip
     try:
-        return Header(
-            document_id=metadata["document"],
-            name=json.loads(metadata["name"]),
-            compression=compression_from_json(metadata["compression"]),
-            lengths=tuple(tuple(int(count) for count in heads) for heads in json.loads(metadata["lengths"])),
-            tokens=int(metadata["tokens"]),
-            characters=int(metadata["characters"]),
-            fingerprint=metadata["fingerprint"],
-            created=metadata["created"],
-            checksums=json.loads(metadata["checksums"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"its header lacks or garbles a field ({error})") from error
+        _check_structure(header, tensors)
+    except ValueError as error:
+        raise InvalidSetting(f"the state of document {document.id} cannot be stored: {error}") from error
+    return header, tensors
 
 
-def _sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
+def file_blocks(header: Header, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The file's bytes, block by block.
+
+    Not ``safetensors.torch.save_file``: that refuses tensors that share memory (a document may be shorter than its
+    mapped file, keys may equal values), sorts them by size instead of by layer, and writes to a temporary file under a
+    name of its own, which nobody would find and remove after a crash.
+    """
+    metadata = _metadata(header)
+    entries: dict[str, Any] = {"__metadata__": metadata | {"header_checksum": _header_checksum(metadata, tensors)}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)  # tensors begin aligned
+    if len(content) > LARGEST_HEADER:
+        raise InvalidSetting(f"a header of {len(content)} bytes, at most {LARGEST_HEADER} are read; give a shorter name")
+    yield struct.pack("<Q", len(content)) + content
+    for tensor in tensors.values():
+        yield tensor_bytes(tensor)
+
+
+def _metadata(header: Header) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "fingerprint": header.fingerprint,
+        "document_id": header.document_id,
+        "name": json.dumps(header.name),  # as JSON: None is not "", and lone surrogates are escaped
+        "compression": compression_json(header.compression),
+        "tokens": str(header.tokens),
+        "characters": str(header.characters),
+        "lengths": json.dumps(header.lengths, separators=(",", ":")),
+        "created": header.created,
+        "checksums": json.dumps(header.checksums, separators=(",", ":")),
+    }
+
+
+def _header_checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    shapes = [[name, _DTYPES.get(tensor.dtype, "other"), list(tensor.shape)] for name, tensor in sorted(tensors.items())]
+    return length_prefixed_digest(json.dumps([sorted(metadata.items()), shapes]).encode())
+
+
+# --- reading ---
+
+
+def read_state(path: Path) -> StateFile:
+    """Opens a state file and checks all but the tensors' bytes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StoreError: there are no rights to read it.
+        DamagedState: it is not a state file, or not the one its name says.
+
+    """
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        status = _regular_file(path)
+        metadata, tensors = _map(path)
+        header = _parse(metadata, tensors)
+        _check_structure(header, tensors)
+        key = state_key(header.fingerprint, header.document_id, tensors["token_ids"], header.compression)
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise StoreError(f"{path} may not be read; ask for its rights or ingest into another folder") from error
+    except KeyError as error:
+        raise damaged(path, f"{error} is missing") from error
+    except _GARBLED as error:
+        raise damaged(path, f"{error}") from error
+    if key != path.stem:
+        raise damaged(path, "its content belongs under another file name")
+    identity = (status[0], status[1], status[2])
+    return StateFile(path, status[0], identity, header, tensors)
+
+
+def _regular_file(path: Path) -> tuple[int, int, int]:
+    """Size, inode and time of change of a file that is one, with no link on the way and a header of sane length."""
+    if path.parent.is_symlink():
+        raise ValueError("its folder is a symbolic link")
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    if len(beginning) < 8:
+        raise ValueError("too short")
+    length = struct.unpack("<Q", beginning)[0]
+    if length > min(LARGEST_HEADER, status.st_size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {status.st_size}")
+    return status.st_size, status.st_ino, status.st_mtime_ns
+
+
+def _map(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safe_open(str(path), framework="pt") as file:
+        # Views of the mapped file: nothing is read yet, and a file removed meanwhile stays until they are gone.
+        return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}
+
+
+def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Header:
+    expected = metadata.pop("header_checksum")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"format {metadata['format'][:40]!r}, this version reads {FORMAT!r}")
+    if _header_checksum(metadata, tensors) != expected:
+        raise ValueError("the header is not the one that was written")
+    lengths = json.loads(metadata["lengths"])
+    if not all(type(length) is int for layer in lengths for length in layer):
+        raise ValueError("lengths that are no numbers")
+    name = json.loads(metadata["name"])
+    if name is not None and not isinstance(name, str):
+        raise ValueError("a name that is no string")
+    datetime.fromisoformat(metadata["created"])
+    return Header(
+        metadata["fingerprint"], metadata["document_id"], name, parse_compression(metadata["compression"]),
+        int(metadata["tokens"]), int(metadata["characters"]), tuple(tuple(layer) for layer in lengths),
+        metadata["created"], dict(json.loads(metadata["checksums"])),
+    )  # fmt: skip
+
+
+def _check_structure(header: Header, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless every tensor is there, and has the dtype and shape that the header implies."""
+    names = [f"layers.{i:03d}.{part}" for i in range(len(header.lengths)) for part in ("keys", "values", "positions")]
+    if not names or set(tensors) != {"token_ids", "text", *names} or set(header.checksums) != set(tensors):
+        raise ValueError(f"{len(tensors)} tensors and {len(header.checksums)} checksums for {len(header.lengths)} layers")
+    if not _DIGEST.fullmatch(header.document_id):
+        raise ValueError(f"document id {header.document_id[:40]!r} is not 32 hex digits")
+    _expect(tensors, "token_ids", (header.tokens,), torch.int64)
+    _expect(tensors, "text", (tensors["text"].numel(),), torch.uint8)
+    dtype = tensors["layers.000.keys"].dtype
+    if dtype not in _PAIR_DTYPES:
+        raise ValueError(f"keys of {dtype}; float32, float16 and bfloat16 can be stored")
+    for i, lengths in enumerate(header.lengths):
+        if not lengths or min(lengths) < 0 or max(lengths) > header.tokens:
+            raise ValueError(f"layer {i} keeps {lengths[:8]} pairs per head of {header.tokens} tokens")
+        pairs, head_dim = sum(lengths), tensors[f"layers.{i:03d}.keys"].shape[-1]
+        _expect(tensors, f"layers.{i:03d}.keys", (pairs, head_dim), dtype)
+        _expect(tensors, f"layers.{i:03d}.values", (pairs, head_dim), dtype)
+        _expect(tensors, f"layers.{i:03d}.positions", (pairs,), torch.int32)
+
+
+def _expect(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")

@@ -1,172 +1,318 @@
-"""The index: what is stored, found in one lookup. Derived from the state files, and rebuilt from them when lost."""
+"""The index: an SQLite file derived from the state files, so that finding one costs the same in any store.
+
+It may be removed at any time: it is rebuilt from the files when it is missing, damaged or of another version.
+Texts are held as bytes (names as JSON), because SQLite refuses the lone surrogates that Python strings may hold.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-ANCHOR = 32  # characters; see kv_rag.prompt
-VERSION = 1
-_BATCH = 500  # anchors a query: 3,000 anchors take 4 ms, with 10 documents or with 20,000
+from kv_rag.document import Compression
+from kv_rag.errors import StoreError
+from kv_rag.store.folder import Folder
+from kv_rag.store.identity import compression_json, parse_compression
+from kv_rag.store.records import ANCHOR, DocumentRecord, IndexEntry, StateRecord, TextShape
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS documents(
-    id TEXT PRIMARY KEY, name TEXT, tokens INTEGER, characters INTEGER, anchor TEXT, tail TEXT, number INTEGER);
-CREATE INDEX IF NOT EXISTS documents_by_anchor ON documents(anchor);
-CREATE INDEX IF NOT EXISTS documents_by_name ON documents(name);
-CREATE INDEX IF NOT EXISTS documents_by_number ON documents(number);
-CREATE TABLE IF NOT EXISTS states(
-    key TEXT PRIMARY KEY, document TEXT, compression TEXT, pairs INTEGER, full_pairs INTEGER, nbytes INTEGER,
-    file_bytes INTEGER, created TEXT, number INTEGER);
-CREATE INDEX IF NOT EXISTS states_by_document ON states(document);
-"""
+logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True)
-class TextShape:
-    """What recognising a document by its text needs: its length in characters and its last ANCHOR characters."""
+INDEX_VERSION = 1
+BUSY_SECONDS = 30.0  # how long one process waits for another's write
+_CHUNK = 500  # anchors per query
 
-    document_id: str
-    characters: int
-    tail: str
-
-
-@dataclass(frozen=True)
-class DocumentRow:
-    id: str
-    name: str | None
-    tokens: int
-    characters: int
-
-
-@dataclass(frozen=True)
-class StateRow:
-    key: str
-    document_id: str
-    compression: str
-    pairs: int
-    full_pairs: int
-    nbytes: int
-    file_bytes: int
-    created: str
+_SCHEMA = (
+    """CREATE TABLE documents (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, tokens INTEGER NOT NULL,
+        characters INTEGER NOT NULL, anchor BLOB, tail BLOB NOT NULL)""",
+    """CREATE TABLE states (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, document_id TEXT NOT NULL,
+        compression TEXT NOT NULL, pairs INTEGER NOT NULL, full_pairs INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+        file_bytes INTEGER NOT NULL, created TEXT NOT NULL, UNIQUE (document_id, compression))""",
+    "CREATE INDEX documents_by_anchor ON documents (anchor) WHERE anchor IS NOT NULL",
+    "CREATE INDEX documents_by_name ON documents (name)",
+)
+_STATES = """SELECT s.document_id, d.name, s.compression, d.tokens, s.pairs, s.full_pairs, s.nbytes, s.file_bytes, s.key,
+    s.created FROM states s JOIN documents d ON d.id = s.document_id"""
 
 
 class Index:
-    """A SQLite file, one connection for all threads.
+    """All rows of one store. One connection behind a lock, for any number of threads.
 
     Args:
-        path: the file, or None for an index in memory (a folder that cannot be written and has no index).
+        folder: the store's folder.
+        scan: reads every state file; called only to rebuild the index.
+
+    Raises:
+        StoreError: SQLite cannot open or make the index.
+
     """
 
-    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
-        self._lock = threading.Lock()
-        if path is None:
-            self._connection = sqlite3.connect(":memory:", check_same_thread=False)
-        elif read_only:
-            address = f"{path.absolute().as_uri()}?mode=ro"
-            self._connection = sqlite3.connect(address, uri=True, timeout=30, check_same_thread=False)
-        else:
-            self._connection = sqlite3.connect(path, timeout=30, check_same_thread=False)
-        try:
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            self.is_new = version != VERSION
-            if self.is_new:
-                self._connection.executescript(f"{_SCHEMA} PRAGMA user_version={VERSION};")
-        except sqlite3.Error:
-            self._connection.close()
-            raise
+    def __init__(self, folder: Folder, scan: Callable[[], Iterable[IndexEntry]]) -> None:
+        self._folder = folder
+        self._scan = scan
+        self._lock = threading.RLock()
+        self._closed = False
+        self._connection: sqlite3.Connection | None = None
+        self._inode: int | None = None
+        self._run(lambda connection: None)
 
     def close(self) -> None:
-        self._connection.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            # IMMEDIATE: take the write lock before reading, so that two processes cannot both plan on the same rows.
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.commit()
-            except BaseException:
-                self._connection.rollback()
-                raise
+            self._closed = True
+            self._disconnect()
 
-    def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock:
-            return self._connection.execute(query, values).fetchall()
+    # --- reading ---
 
-    def add(self, document: DocumentRow, text: str | None, state: StateRow) -> None:
-        """Adds a state and its document; a name given later replaces an older one.
+    def state(self, document_id: str, compression: Compression) -> StateRecord | None:
+        wanted = (document_id, compression_json(compression))
+        return next(iter(self._states("WHERE s.document_id = ? AND s.compression = ?", wanted)), None)
 
-        Args:
-            text: the document's text; None when the document is known to be indexed.
-        """
-        with self._writing() as connection:
-            if text is not None:
-                anchor = text[:ANCHOR] if len(text) >= ANCHOR else None
-                row = (document.id, document.name, document.tokens, document.characters, anchor, text[-ANCHOR:])
-                connection.execute(
-                    "INSERT INTO documents SELECT ?,?,?,?,?,?, (SELECT COALESCE(MAX(number), 0) + 1 FROM documents) "
-                    "WHERE true ON CONFLICT(id) DO UPDATE SET name = COALESCE(excluded.name, name)",
-                    row,
-                )
-            connection.execute(
-                "INSERT OR REPLACE INTO states SELECT ?,?,?,?,?,?,?,?, "
-                "(SELECT COALESCE(MAX(number), 0) + 1 FROM states WHERE document = ?)",
-                (state.key, state.document_id, state.compression, state.pairs, state.full_pairs, state.nbytes,
-                 state.file_bytes, state.created, state.document_id),
-            )  # fmt: skip
+    def states(self, document_id: str) -> list[StateRecord]:
+        return self._states("WHERE s.document_id = ? ORDER BY s.seq", (document_id,))
 
-    def rename(self, document_id: str, name: str) -> None:
-        with self._writing() as connection:
-            connection.execute("UPDATE documents SET name = ? WHERE id = ?", (name, document_id))
+    def every_state(self) -> list[StateRecord]:
+        return self._states("ORDER BY s.seq", ())
 
-    def drop(self, key: str) -> None:
-        """Drops a state, and its document when that was the last one."""
-        with self._writing() as connection:
-            found = connection.execute("SELECT document FROM states WHERE key = ?", (key,)).fetchone()
-            connection.execute("DELETE FROM states WHERE key = ?", (key,))
-            if found:
-                connection.execute(
-                    "DELETE FROM documents WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM states WHERE document = ?1)",
-                    found,
-                )
+    def documents(self, document_id: str | None = None) -> list[DocumentRecord]:
+        """One document (or none, when unknown) or all, in order of ingestion."""
+        where, arguments = ("WHERE id = ?", (document_id,)) if document_id is not None else ("", ())
+        rows = self._rows(f"SELECT id, name, tokens, characters FROM documents {where} ORDER BY seq", arguments)
+        states: dict[str, list[StateRecord]] = {row[0]: [] for row in rows}
+        for record in self.every_state() if document_id is None else self.states(document_id):
+            if record.document_id in states:
+                states[record.document_id].append(record)
+        return [
+            DocumentRecord(row[0], json.loads(row[1]), row[2], row[3], tuple(states[row[0]]))
+            for row in rows
+            if states[row[0]]
+        ]
 
-    def document(self, document_id: str) -> DocumentRow | None:
-        rows = self._rows("SELECT id, name, tokens, characters FROM documents WHERE id = ?", document_id)
-        return DocumentRow(*rows[0]) if rows else None
+    def named(self, name: str) -> list[str]:
+        return [row[0] for row in self._rows("SELECT id FROM documents WHERE name = ?", (json.dumps(name),))]
 
-    def documents(self) -> list[DocumentRow]:
-        return [DocumentRow(*row) for row in self._rows(
-            "SELECT id, name, tokens, characters FROM documents ORDER BY number")]  # fmt: skip
-
-    def by_prefix(self, prefix: str) -> list[str]:
-        query = "SELECT id FROM documents WHERE id >= ? AND id < ? LIMIT 10"
-        return [row[0] for row in self._rows(query, prefix, prefix + "g")]
-
-    def by_name(self, name: str) -> list[str]:
-        return [row[0] for row in self._rows("SELECT id FROM documents WHERE name = ? LIMIT 10", name)]
-
-    def states(self, document_id: str) -> list[StateRow]:
-        columns = "key, document, compression, pairs, full_pairs, nbytes, file_bytes, created"
-        return [StateRow(*row) for row in self._rows(
-            f"SELECT {columns} FROM states WHERE document = ? ORDER BY number", document_id)]  # fmt: skip
-
-    def keys(self) -> set[str]:
-        return {row[0] for row in self._rows("SELECT key FROM states")}
+    def beginning_with(self, prefix: str) -> list[str]:
+        return [row[0] for row in self._rows("SELECT id FROM documents WHERE id >= ? AND id < ?", (prefix, prefix + "g"))]
 
     def candidates(self, anchors: Collection[str]) -> dict[str, list[TextShape]]:
-        """Documents whose text begins with one of ``anchors``; the cost does not grow with the documents stored."""
+        wanted = [_blob(anchor) for anchor in anchors]
         found: dict[str, list[TextShape]] = {}
-        wanted = list(anchors)
-        for begin in range(0, len(wanted), _BATCH):
-            batch = wanted[begin : begin + _BATCH]
-            marks = ",".join("?" * len(batch))
-            query = f"SELECT anchor, id, characters, tail FROM documents WHERE anchor IN ({marks})"
-            for anchor, document_id, characters, tail in self._rows(query, *batch):
-                found.setdefault(anchor, []).append(TextShape(document_id, characters, tail))
+        for begin in range(0, len(wanted), _CHUNK):
+            chunk = wanted[begin : begin + _CHUNK]
+            marks = ",".join("?" * len(chunk))
+            rows = self._rows(f"SELECT anchor, id, characters, tail FROM documents WHERE anchor IN ({marks})", chunk)
+            for anchor, document_id, characters, tail in rows:
+                found.setdefault(_text(anchor), []).append(TextShape(document_id, characters, _text(tail)))
         return found
+
+    def file_bytes(self) -> int:
+        return int(self._rows("SELECT coalesce(sum(file_bytes), 0) FROM states", ())[0][0])
+
+    # --- writing ---
+
+    def add(self, entries: Iterable[IndexEntry]) -> list[str]:
+        """Adds or replaces rows. Returns the keys of states that were replaced by ones under another key."""
+
+        def work(connection: sqlite3.Connection) -> list[str]:
+            with _transaction(connection):
+                return [key for entry in entries for key in _insert(connection, entry)]
+
+        return self._run(work)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Removes states' rows, and the documents' that have none left. Nothing happens in a read-only store."""
+        if self._folder.read_only:
+            return
+
+        def work(connection: sqlite3.Connection) -> None:
+            with _transaction(connection):
+                for key in keys:
+                    connection.execute("DELETE FROM states WHERE key = ?", (key,))
+                connection.execute("DELETE FROM documents WHERE id NOT IN (SELECT document_id FROM states)")
+
+        self._run(work)
+
+    # --- the connection ---
+
+    def _states(self, where: str, arguments: Sequence[Any]) -> list[StateRecord]:
+        return [
+            StateRecord(
+                row[0], json.loads(row[1]), parse_compression(row[2]), row[3], row[4], row[5], row[6], row[7],
+                self._folder.state_path(row[8]), row[9],
+            )
+            for row in self._rows(f"{_STATES} {where}", arguments)
+        ]  # fmt: skip
+
+    def _rows(self, query: str, arguments: Sequence[Any]) -> list[Any]:
+        return self._run(lambda connection: connection.execute(query, arguments).fetchall())
+
+    def _run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Runs ``work``; when SQLite finds its file damaged, once more after rebuilding it."""
+        with self._lock:
+            try:
+                return work(self._connected())
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error) or self._folder.read_only:
+                    raise self._failure(error) from error
+                logger.warning("%s is damaged (%s) and is rebuilt from the state files", self._folder.index, error)
+            try:
+                self._discard()
+                return work(self._connected())
+            except sqlite3.DatabaseError as error:
+                raise self._failure(error) from error
+
+    def _failure(self, error: sqlite3.Error) -> StoreError:
+        return StoreError(
+            f"the index {self._folder.index} cannot be used: {error}; if no other process holds it and there is space, "
+            "remove it: it is rebuilt from the state files"
+        )
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._closed:
+            raise StoreError(f"the store in {self._folder.path} has been closed; open it again")
+        if self._connection is not None and self._inode is not None and self._inode != _inode(self._folder.index):
+            self._disconnect()  # removed or rebuilt by somebody else: rows written here would be lost
+        if self._connection is None:
+            self._connection = self._open_to_read() if self._folder.read_only else self._open_to_write()
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._inode = None
+
+    def _open_to_write(self) -> sqlite3.Connection:
+        path = self._folder.index
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o600))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be opened: {error.strerror}; it must be a file you may write to") from error
+        connection = _connect(str(path))
+        try:
+            self._inode = _inode(path)
+            connection.execute("PRAGMA synchronous = NORMAL")  # the states are the data; an index can be rebuilt
+            if _version(connection) != INDEX_VERSION:
+                self._fill(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        """The index file as it is, or one built in memory where that cannot be used and may not be mended."""
+        path = self._folder.index
+        if path.is_file() and not path.is_symlink():
+            connection = _connect(f"{path.as_uri()}?mode=ro")
+            try:
+                if _version(connection) == INDEX_VERSION:
+                    connection.execute(f"{_STATES} LIMIT 1").fetchall()
+                    self._inode = _inode(path)
+                    return connection
+            except sqlite3.DatabaseError:
+                logger.info("%s cannot be used; indexing in memory", path)
+            connection.close()
+        connection = _connect(":memory:")
+        self._fill(connection)
+        return connection
+
+    def _fill(self, connection: sqlite3.Connection) -> None:
+        """Builds the index from the files in one transaction: other processes see nothing or all of it."""
+        with _transaction(connection):
+            if _version(connection) == INDEX_VERSION:  # another process was faster
+                return
+            for table in ("documents", "states"):
+                connection.execute(f"DROP TABLE IF EXISTS {table}")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            for entry in sorted(self._scan(), key=lambda entry: (entry.record.created, entry.key)):
+                _insert(connection, entry)
+            connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
+
+    def _discard(self) -> None:
+        """Removes a damaged index file, unless another process has already put a new one in its place."""
+        inode = self._inode
+        self._disconnect()
+        path = self._folder.index
+        if inode is None or inode == _inode(path):
+            for name in (path, path.with_name(f"{path.name}-journal")):
+                with contextlib.suppress(FileNotFoundError):
+                    name.unlink()
+
+
+def _insert(connection: sqlite3.Connection, entry: IndexEntry) -> list[str]:
+    """Adds one state and its document. Returns the key of the state whose place it takes, if that is another one."""
+    record, compression = entry.record, compression_json(entry.record.compression)
+    connection.execute(
+        "INSERT INTO documents (id, name, tokens, characters, anchor, tail) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET tokens = excluded.tokens, characters = excluded.characters, "
+        "anchor = excluded.anchor, tail = excluded.tail, "
+        "name = CASE excluded.name WHEN 'null' THEN name ELSE excluded.name END",
+        (record.document_id, json.dumps(record.name), record.tokens, entry.characters,
+         _blob(entry.head) if len(entry.head) >= ANCHOR else None, _blob(entry.tail)),
+    )  # fmt: skip
+    replaced = connection.execute(
+        "SELECT key FROM states WHERE document_id = ? AND compression = ? AND key != ?",
+        (record.document_id, compression, entry.key),
+    ).fetchall()
+    connection.execute("DELETE FROM states WHERE document_id = ? AND compression = ? AND key != ?",
+                       (record.document_id, compression, entry.key))  # fmt: skip
+    connection.execute(
+        "INSERT INTO states (key, document_id, compression, pairs, full_pairs, nbytes, file_bytes, created) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET document_id = excluded.document_id, "
+        "compression = excluded.compression, pairs = excluded.pairs, full_pairs = excluded.full_pairs, "
+        "nbytes = excluded.nbytes, file_bytes = excluded.file_bytes, created = excluded.created",
+        (entry.key, record.document_id, compression, record.pairs, record.full_pairs, record.nbytes,
+         record.file_bytes, record.created),
+    )  # fmt: skip
+    return [row[0] for row in replaced]
+
+
+def _connect(database: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        database, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None, uri=database.startswith("file:")
+    )
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    # IMMEDIATE: waits for the other writer now; a read lock upgraded later could only fail.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    # "Malformed" and "not a database" come as the base class itself; locked, full and read-only as OperationalError.
+    return type(error) is sqlite3.DatabaseError or "no such" in str(error)
+
+
+def _inode(path: os.PathLike[str]) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _blob(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(blob: bytes) -> str:
+    return blob.decode("utf-8", "surrogatepass")

@@ -1,17 +1,11 @@
-"""A folder of document states: safe to kill at any moment, shared by threads and processes without a lock server."""
+"""A folder of document states, shared by threads and processes without a lock server."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
+import contextlib
 import re
-import sqlite3
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from kv_rag.document import Compression, Document, DocumentCache, text_digest
@@ -23,424 +17,260 @@ from kv_rag.errors import (
     StoreMismatch,
     UnknownDocument,
 )
-from kv_rag.store.format import (
-    FORMAT,
-    TEMPORARY,
-    Header,
-    compression_from_json,
-    compression_json,
-    damaged,
-    read_header,
-    read_state,
-    read_text,
-    state_key,
-    write_state,
-)
-from kv_rag.store.index import DocumentRow, Index, StateRow, TextShape
+from kv_rag.store.folder import Folder, logger, sync_folder
+from kv_rag.store.format import Header, StateFile, damaged, file_blocks, new_state, read_state
+from kv_rag.store.identity import fingerprint_digest, state_key
+from kv_rag.store.index import Index
+from kv_rag.store.records import ANCHOR, DocumentRecord, IndexEntry, Problem, StateRecord, TextShape
 
-logger = logging.getLogger(__name__)
-
-_LEFTOVER_AGE = 3600.0  # seconds after which a temporary file has no writer any more
+_ID = re.compile(r"[0-9a-f]{32}")
 _PREFIX = re.compile(r"[0-9a-f]{6,32}")
 
 
-@dataclass(frozen=True)
-class StateRecord:
-    """One stored state. ``nbytes`` counts its tensors, ``file_bytes`` its file."""
-
-    document_id: str
-    compression: Compression
-    pairs: int
-    full_pairs: int
-    tokens: int
-    nbytes: int
-    file_bytes: int
-    path: Path
-    created: str
-
-
-@dataclass(frozen=True)
-class DocumentRecord:
-    """One stored document; lengths in tokens and characters."""
-
-    id: str
-    name: str | None
-    tokens: int
-    characters: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something ``verify`` found: the file, the document where known, what is wrong."""
-
-    file: Path
-    document_id: str | None
-    what: str
-
-
 class LocalStore:
-    """Document states in a folder: ``store.json``, ``states/<aa>/<key>.safetensors``, and a derived ``index.sqlite``.
+    """Document states in a folder. See ``kv_rag.store.folder`` and ``format`` for what lies there.
 
     Args:
         folder: made if missing, readable by its owner alone.
-        fingerprint: what the states depend on, by name; None opens the store whatever wrote it, to list and remove.
-        read_only: never write. A folder without write permission is opened so anyway.
-        check: compare a state with its checksums when it is first read by this process.
+        fingerprint: what the states depend on, by name; None opens the store whatever wrote it.
+        read_only: write nothing. A folder without the right to write is opened so anyway.
+        check: compare a state with its checksums when this store first reads it.
 
     Raises:
-        StoreError: the folder cannot be made, read, or is not a folder.
-        StoreMismatch: it was written with another fingerprint or format; the message lists what differs.
+        StoreError: the folder cannot be made, read or used.
+        StoreMismatch: it was made with another fingerprint or format; the message lists every difference.
+
     """
 
     def __init__(
         self, folder: str | Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False, check: bool = True
     ) -> None:
-        self.folder = Path(folder)
-        self._states = self.folder / "states"
+        self._folder = Folder(folder, read_only=read_only)
+        self.fingerprint, is_new = self._folder.describe(fingerprint)
+        self._digest = fingerprint_digest(self.fingerprint)
         self._check = check
-        self._checked: set[str] = set()
-        try:
-            if not read_only:
-                self._make_folders()
-            self.read_only = read_only or not os.access(self.folder, os.W_OK)
-            self.fingerprint = self._agree_on_fingerprint(fingerprint)
-            self._fingerprint_digest = hashlib.blake2b(
-                json.dumps(self.fingerprint, sort_keys=True).encode(), digest_size=16
-            ).hexdigest()
-            self._index = self._open_index()
-        except StoreError:
-            raise
-        except (OSError, sqlite3.Error) as error:
-            raise self._refused("opened", error) from error
+        self._checked: set[tuple[Path, tuple[int, ...]]] = set()
+        if is_new:  # rows from before store.json was lost may be of another fingerprint
+            self._folder.index.unlink(missing_ok=True)
         if not self.read_only:
-            self._sweep()
+            self._folder.sweep()
+        self._index = Index(self._folder, self._scan)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    @property
+    def read_only(self) -> bool:
+        return self._folder.read_only
 
     def close(self) -> None:
+        """Closes the index. States that were loaded stay usable."""
         self._index.close()
-
-    # --- opening ---
-
-    def _make_folders(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise StoreError(f"store {self.folder} is a file, not a folder; name another folder")
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._states.mkdir(mode=0o700, exist_ok=True)
-        except OSError:
-            if not self.folder.is_dir():  # a readable folder without write permission is opened read-only
-                raise
-
-    def _agree_on_fingerprint(self, fingerprint: Mapping[str, str] | None) -> dict[str, str]:
-        place = self.folder / "store.json"
-        ours = {"format": FORMAT, "fingerprint": dict(fingerprint or {})}
-        if not place.exists():
-            if fingerprint is None:
-                raise StoreError(f"there is no store in {self.folder}; ingest a document first, or name another folder")
-            if not self.read_only:
-                temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{time.time_ns()}.json"
-                temporary.write_text(json.dumps(ours, indent=1))
-                temporary.chmod(0o600)
-                try:
-                    os.link(temporary, place)  # fails if another process was first: then its word counts
-                except FileExistsError:
-                    pass
-                finally:
-                    temporary.unlink()
-            if not place.exists():
-                return dict(fingerprint)
-        try:
-            theirs = json.loads(place.read_text())
-            written, version = dict(theirs["fingerprint"]), str(theirs["format"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedState(f"{place} cannot be read ({error}); restore it, or use another folder") from error
-        differing = [] if version == FORMAT else [f"format version ({version}, this library writes {FORMAT})"]
-        if fingerprint is not None:
-            names = sorted(set(written) | set(fingerprint))
-            differing += [
-                f"{name} ({_short(written.get(name))}, now {_short(fingerprint.get(name))})"
-                for name in names
-                if written.get(name) != fingerprint.get(name)
-            ]
-        if differing:
-            raise StoreMismatch(
-                f"store {self.folder} was written with another {', '.join(differing)}; "
-                f"open it with the model and settings it was made with, or use another folder"
-            )
-        return written
-
-    def _open_index(self) -> Index:
-        place = self.folder / "index.sqlite"
-        if self.read_only:
-            try:
-                index = Index(place, read_only=True)
-                if not index.is_new:
-                    return index
-            except sqlite3.Error:
-                pass
-            index = Index(None)
-        else:
-            try:
-                index = Index(place)
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
-                    raise
-                logger.warning("the index of store %s is damaged (%s); rebuilding it from the files", self.folder, error)
-                place.unlink(missing_ok=True)
-                index = Index(place)
-            place.chmod(0o600)
-        if index.is_new:
-            self._rebuild(index)
-        return index
-
-    def _rebuild(self, index: Index) -> None:
-        headers = []
-        for path in self._files():
-            try:
-                headers.append((path, read_header(path)))
-            except (DamagedState, FileNotFoundError) as error:
-                logger.warning("left out of the index: %s", error)
-        for path, header in sorted(headers, key=lambda item: item[1].created):
-            self._index_file(index, path, header)
-
-    def _index_file(self, index: Index, path: Path, header: Header) -> None:
-        try:
-            text = read_text(path)
-        except (DamagedState, FileNotFoundError) as error:
-            logger.warning("left out of the index: %s", error)
-            return
-        document = DocumentRow(header.document_id, header.name, header.tokens, header.characters)
-        nbytes = path.stat().st_size
-        state = StateRow(
-            path.stem, header.document_id, compression_json(header.compression), header.pairs, header.full_pairs,
-            nbytes, nbytes, header.created,
-        )  # fmt: skip
-        index.add(document, text, state)
-
-    def _files(self) -> list[Path]:
-        return [
-            path
-            for path in self._states.glob("??/*.safetensors")
-            if not path.name.startswith(TEMPORARY) and not path.is_symlink() and not path.parent.is_symlink()
-        ]
-
-    def _sweep(self) -> None:
-        """Removes what writers that were killed left behind."""
-        now = time.time()
-        for path in [*self.folder.glob(f"{TEMPORARY}*"), *self._states.glob(f"??/{TEMPORARY}*")]:
-            try:
-                if now - path.lstat().st_mtime > _LEFTOVER_AGE:
-                    path.unlink(missing_ok=True)
-            except OSError as error:
-                logger.debug("leftover %s stays: %s", path, error)
 
     # --- states ---
 
     def put(self, document: Document, cache: DocumentCache) -> StateRecord:
-        """Stores a state; one that is there already is left as it is.
+        """Stores a state. An intact one that is there already is left as it is, a damaged one replaced.
 
         Raises:
-            StoreError: the folder cannot be written; nothing is half-written.
+            StoreError: the store is read-only or the folder refuses; nothing is half-written.
+            InvalidSetting: the cache is another document's, or its tensors do not fit each other.
+
         """
-        if self.read_only:
-            raise StoreError(f"store {self.folder} is read-only; make the folder writable, or use another one")
-        key = state_key(self._fingerprint_digest, document.id, cache.token_ids, cache.compression)
-        path = self._path(key)
-        created = datetime.now(timezone.utc).isoformat()
-        try:
-            if not path.exists():
-                write_state(path, document, cache, self._fingerprint_digest, created)
-            row = StateRow(
-                key, document.id, compression_json(cache.compression), cache.pairs, cache.full_pairs, cache.nbytes,
-                path.stat().st_size, created,
-            )  # fmt: skip
-            self._index.add(
-                DocumentRow(document.id, document.name, cache.tokens, len(document.text)), document.text, row
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise self._refused("written", error) from error
-        self._checked.add(key)
-        return self._record(row, cache.tokens)
+        self._must_be_writable()
+        key = state_key(self._digest, document.id, cache.token_ids, cache.compression)
+        header = self._intact(key)
+        if header is None:
+            header, tensors = new_state(document, cache, self._digest)
+            self._folder.write_state(key, file_blocks(header, tensors))
+        path = self._folder.state_path(key)
+        entry = _entry(path, replace(header, name=document.name), cache, path.stat().st_size, document.text)
+        for replaced in self._index.add([entry]):
+            self._folder.state_path(replaced).unlink(missing_ok=True)
+        return entry.record
 
     def get(self, document_id: str, compression: Compression) -> DocumentCache:
-        """A state, mapped from its file.
+        """A state, its tensors mapped from its file.
 
         Raises:
-            StateMissing: no such state.
-            DamagedState: the file is not what was written.
+            StateMissing: it is not stored.
+            DamagedState: its file is not what was written.
+
         """
-        row = self._row(document_id, compression)
-        if row is None:
-            raise StateMissing(f"document {document_id} has no state {compression} in store {self.folder}")
-        path = self._path(row.key)
+        record = self._index.state(document_id, compression)
+        if record is None:
+            raise StateMissing(f"document {document_id} has no state {compression!s} in {self.folder}; ingest it")
         try:
-            header, cache = read_state(path, check=self._check and row.key not in self._checked)
+            state = self._read(record.path)
         except FileNotFoundError:
-            if not self.read_only:
-                self._index.drop(row.key)
-            raise StateMissing(
-                f"the file of document {document_id}, state {compression}, is gone from store {self.folder}; ingest it again"
-            ) from None
-        if (header.document_id, header.compression) != (document_id, compression) or (
-            header.fingerprint != self._fingerprint_digest
-        ):
-            raise damaged(path, "it holds another document, state or model than its name says")
-        self._checked.add(row.key)
-        return cache
+            self._index.drop([record.path.stem])
+            raise StateMissing(f"{record.path}, state {compression!s}, is gone; ingest {document_id} again") from None
+        if (state.header.document_id, state.header.compression) != (document_id, compression):
+            raise damaged(record.path, "it is not the state that the index says")
+        return state.cache()
 
     def has(self, document_id: str, compression: Compression) -> bool:
-        """Whether the state is stored: known to the index and its file there."""
-        row = self._row(document_id, compression)
-        return row is not None and self._path(row.key).is_file()
+        """Whether the state is indexed and its file there."""
+        record = self._index.state(document_id, compression)
+        return record is not None and record.path.is_file()
 
     def states(self, document_id: str) -> list[StateRecord]:
-        """Stored states of a document, oldest first; empty for an unknown document."""
-        document = self._index.document(document_id)
-        return [self._record(row, document.tokens) for row in self._index.states(document_id)] if document else []
+        """A document's states, newest last; empty when it is unknown."""
+        return self._index.states(document_id)
 
     def remove(self, document_id: str, compression: Compression | None = None) -> int:
-        """Removes a document, or one of its states; returns bytes freed. States in use stay readable until let go.
+        """Removes a document or one of its states; returns bytes freed. States in use stay usable.
 
         Raises:
             UnknownDocument, StateMissing: there is nothing to remove.
-            StoreError: the folder cannot be written.
+            StoreError: the store is read-only or the folder refuses.
+
         """
-        self.document(document_id)
-        rows = [
-            row
-            for row in self._index.states(document_id)
-            if compression is None or compression_from_json(row.compression) == compression
+        self._must_be_writable()
+        records = [
+            state for state in self.document(document_id).states if compression is None or state.compression == compression
         ]
-        if compression is not None and not rows:
-            raise StateMissing(f"document {document_id} has no state {compression} in store {self.folder}")
-        if self.read_only:
-            raise StoreError(f"store {self.folder} is read-only; nothing was removed")
-        freed = 0
+        if not records:
+            raise StateMissing(f"document {document_id} has no state {compression!s} in {self.folder}")
         try:
-            for row in rows:
-                self._path(row.key).unlink(missing_ok=True)
-                self._index.drop(row.key)
-                freed += row.file_bytes
-        except (OSError, sqlite3.Error) as error:
-            raise self._refused("written", error) from error
-        return freed
+            for record in records:  # files first: a row without a file is noticed, a file without a row could come back
+                record.path.unlink(missing_ok=True)
+                sync_folder(record.path.parent)
+        except OSError as error:
+            raise StoreError(f"{record.path} cannot be removed: {error.strerror}; check the folder's rights") from error
+        self._index.drop([record.path.stem for record in records])
+        return sum(record.file_bytes for record in records)
 
     # --- documents ---
 
     def documents(self) -> list[DocumentRecord]:
         """All documents, in order of ingestion."""
-        return [DocumentRecord(row.id, row.name, row.tokens, row.characters) for row in self._index.documents()]
+        return self._index.documents()
 
     def document(self, document_id: str) -> DocumentRecord:
-        """The document with exactly this id.
-
-        Raises:
-            UnknownDocument.
-        """
-        row = self._index.document(document_id)
-        if row is None:
-            raise UnknownDocument(f"no document {document_id} in store {self.folder}; kv-rag list shows what there is")
-        return DocumentRecord(row.id, row.name, row.tokens, row.characters)
+        """The document of exactly this id. Raises UnknownDocument."""
+        for record in self._index.documents(document_id):
+            return record
+        raise UnknownDocument(f"no document {_short(document_id)} in {self.folder}; ingest it, or list the documents")
 
     def text(self, document_id: str) -> str:
-        """A document's text.
-
-        Raises:
-            UnknownDocument, DamagedState.
-        """
-        self.document(document_id)
-        problem: Exception | None = None
-        for row in self._index.states(document_id):
-            try:
-                return read_text(self._path(row.key))
-            except (DamagedState, FileNotFoundError) as error:
-                problem = error
-        raise DamagedState(f"no readable state file holds the text of document {document_id}: {problem}")
+        """A document's text, read from its newest state. Raises UnknownDocument, DamagedState."""
+        path = self.document(document_id).states[-1].path
+        try:
+            return read_state(path).text()
+        except FileNotFoundError:
+            raise damaged(path, "it is gone") from None
 
     def resolve(self, reference: str) -> str:
-        """The id that ``reference`` means: an id, the beginning of one (6 or more digits), a name, or a text.
+        """The id meant by an id, the beginning of one (6 digits or more), a name or a text.
 
         Raises:
-            UnknownDocument, AmbiguousDocument.
+            UnknownDocument, AmbiguousDocument: none or several fit.
+
         """
-        reference = reference.strip()
-        if self._index.document(reference) is not None:
-            return reference
-        by_text = text_digest(reference)
-        if self._index.document(by_text) is not None:
-            return by_text
-        found = self._index.by_name(reference)
-        if not found and _PREFIX.fullmatch(reference):
-            found = self._index.by_prefix(reference)
+        if _ID.fullmatch(reference.strip()) and self._index.documents(reference.strip()):
+            return reference.strip()
+        found = {record.id for record in self._index.documents(text_digest(reference.strip()))}
+        found.update(self._index.named(reference))
+        if _PREFIX.fullmatch(reference.strip()):
+            found.update(self._index.beginning_with(reference.strip()))
         if len(found) > 1:
-            raise AmbiguousDocument(
-                f"{_shown(reference)} fits several documents: {', '.join(found)}; give one of these ids"
-            )
+            raise AmbiguousDocument(f"{_short(reference)} fits {', '.join(sorted(found))}; give one of these ids")
         if not found:
             raise UnknownDocument(
-                f"no document {_shown(reference)} in store {self.folder}: not an id, a name or an ingested text; "
-                f"ingest it first, or see kv-rag list"
+                f"no document {_short(reference)} in {self.folder}: not an id, a name or an ingested text; ingest it first, "
+                f"or list the documents to see what there is"
             )
-        return found[0]
+        return found.pop()
 
     def candidates(self, anchors: Collection[str]) -> dict[str, list[TextShape]]:
-        """Documents that begin with one of ``anchors``, by anchor; see ``kv_rag.prompt``."""
+        """The documents that begin with each of ``anchors`` (``ANCHOR`` characters); the rest are left out."""
         return self._index.candidates(anchors)
 
+    # --- the whole ---
+
     def nbytes_on_disk(self, document_id: str | None = None) -> int:
-        """Bytes of state files, of one document or of all."""
-        ids = [document_id] if document_id is not None else [row.id for row in self._index.documents()]
-        return sum(row.file_bytes for each in ids for row in self._index.states(each))
+        """Bytes of one document's files (UnknownDocument), or of the store with its index."""
+        if document_id is not None:
+            return sum(state.file_bytes for state in self.document(document_id).states)
+        others = [path for path in (self._folder.index, self._folder.description) if path.exists()]
+        return self._index.file_bytes() + sum(path.stat().st_size for path in others)
 
     def verify(self) -> list[Problem]:
-        """Reads every file, compares every checksum, and holds the index against the files. Changes nothing."""
-        problems = []
-        on_disk = set()
-        for path in self._files():
-            on_disk.add(path.stem)
-            document_id = None
+        """Reads everything, and makes the index fit the files unless the store is read-only."""
+        known = {record.path: record for record in self._index.every_state()}
+        problems = [Problem(path, None, "an unfinished write; swept once an hour old") for path in self._folder.leftovers()]
+        states = set(self._folder.state_files())
+        for path in self._folder.everything():
+            if path not in states and path.name[:5] != ".tmp-":
+                problems.append(Problem(path, None, "not a state file; move it away"))
+        for path in sorted(states):
+            record = known.get(path)
             try:
-                document_id = read_header(path).document_id
-                read_state(path, check=True)
-                read_text(path)
+                entry = self._whole(path)
             except FileNotFoundError:
                 continue
-            except DamagedState as error:
-                problems.append(Problem(path, document_id, str(error)))
-        known = self._index.keys()
-        problems += [Problem(self._path(key), None, "in the index, but the file is gone") for key in known - on_disk]
-        problems += [Problem(self._path(key), None, "a state file the index lacks") for key in on_disk - known]
-        problems += [
-            Problem(path, None, "left behind by a writer that did not finish")
-            for path in self._states.glob(f"??/{TEMPORARY}*")
-            if time.time() - path.lstat().st_mtime > _LEFTOVER_AGE
-        ]
+            except StoreError as error:
+                problems.append(Problem(path, record.document_id if record else None, str(error)))
+                continue
+            if record is None or replace(record, name=None) != replace(entry.record, name=None):
+                problems.append(Problem(path, entry.record.document_id, "the index did not fit this file; mended"))
+                if not self.read_only:
+                    self._index.add([entry])
+        gone = [record for path, record in known.items() if not path.exists()]
+        problems += [Problem(record.path, record.document_id, "the file is gone; ingest it again") for record in gone]
+        if gone:
+            self._index.drop([record.path.stem for record in gone])
         return problems
 
     # --- inside ---
 
-    def _path(self, key: str) -> Path:
-        return self._states / key[:2] / f"{key}.safetensors"
+    def _must_be_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(f"the store in {self.folder} is read-only; open it with the right to write, or another one")
 
-    def _row(self, document_id: str, compression: Compression) -> StateRow | None:
-        wanted = compression_json(compression)
-        return next((row for row in self._index.states(document_id) if row.compression == wanted), None)
+    def _read(self, path: Path) -> StateFile:
+        state = read_state(path)
+        if state.header.fingerprint != self._digest:
+            raise StoreMismatch(f"{path} was made with other settings than its store; remove it and ingest again")
+        seen = (path, state.identity)
+        if self._check and seen not in self._checked:
+            state.check()
+            self._checked.add(seen)
+        return state
 
-    def _record(self, row: StateRow, tokens: int) -> StateRecord:
-        return StateRecord(
-            row.document_id, compression_from_json(row.compression), row.pairs, row.full_pairs, tokens, row.nbytes,
-            row.file_bytes, self._path(row.key), row.created,
-        )  # fmt: skip
+    def _intact(self, key: str) -> Header | None:
+        with contextlib.suppress(FileNotFoundError, DamagedState):
+            return self._read(self._folder.state_path(key)).header
+        return None
 
-    def _refused(self, what: str, error: Exception) -> StoreError:
-        return StoreError(
-            f"store {self.folder} cannot be {what} ({error}); check the folder's permissions and the free space, "
-            f"or use another folder"
-        )
+    def _whole(self, path: Path) -> IndexEntry:
+        state = read_state(path)
+        if state.header.fingerprint != self._digest:
+            raise StoreMismatch(f"{path} was made with other settings than its store; remove it")
+        state.check()
+        return _entry(path, state.header, state.cache(), state.file_bytes, state.text())
+
+    def _scan(self) -> Iterator[IndexEntry]:
+        """All states, for rebuilding the index: headers and texts are read, pairs are not."""
+        for path in self._folder.state_files():
+            try:
+                state = read_state(path)
+                if state.header.fingerprint == self._digest:
+                    yield _entry(path, state.header, state.cache(), state.file_bytes, state.text())
+            except (FileNotFoundError, StoreError) as error:
+                logger.warning("left out of the index: %s", error)
 
 
-def _short(value: str | None) -> str:
-    return "none" if value is None else value if len(value) <= 12 else f"{value[:8]}…"
+def _entry(path: Path, header: Header, cache: DocumentCache, file_bytes: int, text: str) -> IndexEntry:
+    nbytes = sum(layer.nbytes for layer in cache.layers)
+    record = StateRecord(
+        header.document_id, header.name, header.compression, header.tokens, cache.pairs, cache.full_pairs, nbytes,
+        file_bytes, path, header.created,
+    )  # fmt: skip
+    return IndexEntry(path.stem, record, len(text), text[:ANCHOR], text[-ANCHOR:])
 
 
-def _shown(reference: str) -> str:
-    return repr(reference if len(reference) <= 60 else reference[:57] + "…")
+def _short(reference: str) -> str:
+    return repr(reference if len(reference) <= 60 else f"{reference[:57]}...")
