@@ -37,6 +37,7 @@ from kv_rag.memory import DocumentMemory, MemoryReport, StateMemory
 from kv_rag.model import LanguageModel, check_context
 from kv_rag.prompt import Choice, DocumentSegment, Segment, TextSegment, split_prompt
 from kv_rag.resident import ResidentStates
+from kv_rag.selection import ALLOCATIONS
 from kv_rag.snapkv import Range, prune
 from kv_rag.state import PromptState
 from kv_rag.store import DocumentRecord, LocalStore, Problem, StateRecord
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 RETAIN = ("compressed", "full", "both")
 ON_MISSING = ("error", "prefill")
-METHOD, KEEP = "knorm", 0.25
+METHOD, KEEP, ALLOCATION = "keydiff", 0.25, "uniform"
 REPAIR = 0.15
 SNAPKV_KEEP = 0.25
 CHUNK = 512  # tokens per forward pass
@@ -175,6 +176,7 @@ class Engine:
         method: str = METHOD,
         keep: float | None = None,
         budget: int | None = None,
+        allocation: str = ALLOCATION,
         retain: str = "both",
         progress: bool = False,
         settings: Mapping[str, Scalar] | None = None,
@@ -186,6 +188,8 @@ class Engine:
             method: compression method, one of ``kv_rag.methods.METHODS``. It sees no question.
             keep: fraction of the pairs to keep, in (0, 1]; default 0.25.
             budget: pairs per head to keep, instead of ``keep``.
+            allocation: "uniform" keeps the same number of pairs in every head; "heads" ranks the heads of a layer
+                together, so that they keep different numbers, the same in sum.
             retain: "compressed" keeps nothing but the chosen pairs; "full" keeps every pair (for the modes snapkv and
                 full); "both".
             progress: show a progress bar.
@@ -200,7 +204,14 @@ class Engine:
         if retain not in RETAIN:
             raise InvalidSetting(f"retain must be one of {', '.join(RETAIN)}, got {retain!r}")
         compressor = methods.create(method, settings)
-        wanted = Compression.of(method, keep=_default_keep(keep, budget, KEEP), budget=budget, settings=settings)
+        if allocation not in ALLOCATIONS:
+            raise InvalidSetting(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
+        wanted = Compression.of(
+            method,
+            keep=_default_keep(keep, budget, KEEP),
+            budget=budget,
+            settings={**(settings or {}), **({} if allocation == "uniform" else {"allocation": allocation})},
+        )
         batch = [(document, self.model.encode(document.text, template=False)) for document in _documents(documents)]
         for document, token_ids in batch:
             self._check_length(document, token_ids)
@@ -243,12 +254,18 @@ class Engine:
                         self._resident.hold(state)
             else:
                 bar.update(token_ids.numel())
+                self._rename(document, targets[0])
         records = {record.compression: record for record in self.store.states(document.id)}
         shown = records[targets[0]]
         return Ingested(
             document.id, document.name, shown.tokens, bool(missing), shown.pairs, shown.full_pairs,
             sum(record.file_bytes for record in records.values()), time.perf_counter() - started,
         )  # fmt: skip
+
+    def _rename(self, document: Document, stored: Compression) -> None:
+        """A document ingested again under another name is known by that name from then on."""
+        if document.name is not None and self.store.document(document.id).name != document.name:
+            self.store.put(document, self.store.get(document.id, stored))
 
     def _full_state(self, document: Document, token_ids: Tensor, bar: Any) -> DocumentCache:
         """From the store if it is there: compressing anew needs no forward pass."""

@@ -11,7 +11,7 @@ from kv_rag.compose import cache_from_prefill
 from kv_rag.document import Compression, DocumentCache, LayerPairs
 from kv_rag.methods import LayerStates, Method
 from kv_rag.model import LanguageModel
-from kv_rag.selection import pairs_to_keep, select_uniform
+from kv_rag.selection import pairs_to_keep, select
 
 
 class _KeyRecorder:
@@ -71,20 +71,20 @@ def prefill_header(model: LanguageModel, chunk: int) -> DocumentCache | None:
 def compress(full: DocumentCache, method: Method, compression: Compression) -> DocumentCache:
     """The pairs of ``full`` that ``method`` ranks highest, within the budget of ``compression``."""
     count = pairs_to_keep(full.tokens, compression.keep, compression.budget)
-    return DocumentCache(
-        full.document_id,
-        full.token_ids,
-        tuple(_compress_layer(index, layer, full, method, count) for index, layer in enumerate(full.layers)),
-        compression,
+    allocation = str(dict(compression.settings).get("allocation", "uniform"))
+    layers = tuple(
+        _compress_layer(index, layer, full, method, count, allocation) for index, layer in enumerate(full.layers)
     )
+    return DocumentCache(full.document_id, full.token_ids, layers, compression)
 
 
-def _compress_layer(index: int, layer: LayerPairs, full: DocumentCache, method: Method, count: int) -> LayerPairs:
+def _compress_layer(
+    index: int, layer: LayerPairs, full: DocumentCache, method: Method, count: int, allocation: str
+) -> LayerPairs:
     heads, tokens = len(layer.lengths), full.tokens
     keys, values = layer.keys.view(heads, tokens, -1), layer.values.view(heads, tokens, -1)
     scores = method.score(LayerStates(index, keys, values, full.document_id))
-    kept = select_uniform(scores, count)  # [kv_heads, count]
-    rows = (kept + torch.arange(heads, device=kept.device)[:, None] * tokens).reshape(-1)
-    return LayerPairs(
-        layer.keys[rows], layer.values[rows], kept.reshape(-1).to("cpu", torch.int32), (count,) * heads
-    )
+    kept = select(scores, count, allocation)
+    rows = torch.cat([head * tokens + positions for head, positions in enumerate(kept)])
+    positions = torch.cat(kept).to("cpu", torch.int32)
+    return LayerPairs(layer.keys[rows], layer.values[rows], positions, tuple(part.numel() for part in kept))

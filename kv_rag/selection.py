@@ -21,20 +21,33 @@ def pairs_to_keep(tokens: int, keep: float | None, budget: int | None, minimum: 
     return min(tokens, max(wanted, minimum))
 
 
-def select_uniform(scores: Tensor, count: int, sinks: int = SINKS) -> Tensor:
-    """The ``count`` best tokens of every head, sinks included, ties won by the earlier token.
+ALLOCATIONS = ("uniform", "heads")
+
+
+def select(scores: Tensor, count: int, allocation: str, sinks: int = SINKS, minimum: int = MINIMUM) -> list[Tensor]:
+    """The pairs of one layer that stay.
 
     Args:
-        scores: ``[H, T]``; higher stays. NaN counts as the lowest.
-        count: K, 1 <= K <= T.
-        sinks: how many first tokens are kept whatever their score.
+        scores: ``[H, T]``; higher stays. NaN counts as the lowest. Ties are won by the earlier token.
+        count: pairs per head, 1 <= count <= T; H times as many stay in the layer.
+        allocation: "uniform" keeps ``count`` in every head; "heads" ranks all heads of the layer together, so that
+            heads keep different numbers (Feng et al. 2024, "Ada-KV", arXiv 2407.11550).
+        sinks: how many first tokens every head keeps whatever their scores.
+        minimum: pairs that every head keeps at least (fewer if the document has fewer).
 
     Returns:
-        ``[H, K]`` int64, ascending in each head.
-
+        for each head the kept tokens, ``[kept]`` int64, ascending.
     """
     ranked = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).clone()
     ranked[:, : min(sinks, count)] = torch.inf
     # A stable sort: topk leaves the order of equal scores open, and float16 scores are often equal.
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
-    return order[:, :count].sort(dim=-1).values
+    if allocation == "uniform":
+        return list(order[:, :count].sort(dim=-1).values)
+    heads, tokens = scores.shape
+    certain = order[:, : min(minimum, count)]
+    ranked.scatter_(1, certain, torch.inf)
+    together = torch.sort(ranked.reshape(-1), descending=True, stable=True).indices[: count * heads]
+    kept = torch.zeros(heads * tokens, dtype=torch.bool, device=scores.device)
+    kept[together] = True
+    return [row.nonzero()[:, 0] for row in kept.view(heads, tokens)]

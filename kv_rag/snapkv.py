@@ -19,6 +19,8 @@ from kv_rag.selection import MINIMUM, pairs_to_keep
 from kv_rag.state import LayerState, PromptState
 
 POOL = 5  # positions; max over 5 kept as much as 7 and more than no pooling on the development questions
+POOLING = "max"
+_POOLINGS = {"max": F.max_pool1d, "mean": F.avg_pool1d}
 _BLOCK = 64  # window tokens scored at a time: bounds memory to Q x 64 x S floats
 
 
@@ -61,7 +63,7 @@ def window_attention(queries: Tensor, layer: LayerState) -> Tensor:
     return total / (group * window)
 
 
-def select(attention: Tensor, ranges: list[Range], pool: int = POOL) -> Tensor:
+def select(attention: Tensor, ranges: list[Range], pool: int = POOL, pooling: str = POOLING) -> Tensor:
     """Slots that stay: everything outside ``ranges``, and of those together the best ``keep``.
 
     Documents share one budget, the sum of theirs: a question is mostly about one of them.
@@ -69,7 +71,8 @@ def select(attention: Tensor, ranges: list[Range], pool: int = POOL) -> Tensor:
     Args:
         attention: ``[H, S]`` float32.
         ranges: slots that may be dropped, apart from each other.
-        pool: scores are the maximum over so many neighbours, odd; answers are phrases, not single tokens.
+        pool: scores are pooled over so many neighbours, odd; answers are phrases, not single tokens.
+        pooling: "max" or "mean".
 
     Returns:
         ``[H, K]`` int64, ascending in each head; ties won by the earlier slot.
@@ -80,7 +83,7 @@ def select(attention: Tensor, ranges: list[Range], pool: int = POOL) -> Tensor:
     droppable = kept = 0
     for part in ranges:
         inside = attention[:, part.begin : part.end]
-        pooled = F.max_pool1d(inside[None], pool, stride=1, padding=pool // 2)[0]
+        pooled = _POOLINGS[pooling](inside[None], pool, stride=1, padding=pool // 2)[0]
         scores[:, part.begin : part.end] = pooled
         tokens = part.end - part.begin
         droppable += tokens

@@ -89,7 +89,7 @@ def test_retain_compressed_leaves_no_full_state_behind(make_engine: MakeEngine) 
     shapes = {(2, len(DOCUMENTS[0]), 16), (2 * len(DOCUMENTS[0]), 16)}  # head by head, and flat
     alive = [item for item in gc.get_objects() if type(item) is torch.Tensor and tuple(item.shape) in shapes]
     assert alive == []
-    assert [str(record.compression) for record in engine.states(entry.id)] == ["knorm keep=0.25"]
+    assert [str(record.compression) for record in engine.states(entry.id)] == ["keydiff keep=0.25"]
     files = [path for path in engine.store.folder.rglob("*") if path.suffix == ".safetensors"]
     assert len(files) == 1
 
@@ -118,7 +118,7 @@ def test_resident_and_stored_bytes_equal_keep_times_full_within_two_percent(make
     document_id = engine.ingest(text_of(1500), keep=0.25, retain="both")[0].id
     full, compressed = (
         engine.store.get(document_id, compression)
-        for compression in (Compression.full(), Compression.of("knorm", keep=0.25))
+        for compression in (Compression.full(), Compression.of("keydiff", keep=0.25))
     )
     assert engine.memory().resident_bytes == compressed.nbytes
     pairs = [sum(layer.nbytes for layer in state.layers) for state in (compressed, full)]
@@ -126,7 +126,7 @@ def test_resident_and_stored_bytes_equal_keep_times_full_within_two_percent(make
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9])
-@pytest.mark.parametrize("method", ["knorm", "streaming", "random"])
+@pytest.mark.parametrize("method", ["keydiff", "knorm", "streaming", "random"])
 def test_very_short_documents_are_never_emptied(make_engine: MakeEngine, length: int, method: str) -> None:
     engine = make_engine()
     document_id = engine.ingest("abcdefghijk"[:length], method=method, keep=0.1)[0].id
@@ -139,8 +139,8 @@ def test_very_short_documents_are_never_emptied(make_engine: MakeEngine, length:
 def test_half_precision_states_are_stored_bit_for_bit(make_engine: MakeEngine, dtype: torch.dtype) -> None:
     engine = make_engine(dtype=dtype)
     document_id = engine.ingest(DOCUMENTS[0], keep=0.5)[0].id
-    held = engine._resident.get(document_id, Compression.of("knorm", keep=0.5), lambda: pytest.fail("not held"))
-    stored = engine.store.get(document_id, Compression.of("knorm", keep=0.5))
+    held = engine._resident.get(document_id, Compression.of("keydiff", keep=0.5), lambda: pytest.fail("not held"))
+    stored = engine.store.get(document_id, Compression.of("keydiff", keep=0.5))
     for one, other in zip(held.layers, stored.layers, strict=True):
         assert one.keys.dtype == dtype
         assert torch.equal(one.keys, other.keys)
@@ -319,7 +319,7 @@ def test_keep_out_of_range_is_refused_before_any_work(engine: Engine, keep: Any)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "nope"}, UnknownMethod, "knorm, random, streaming"),
+        ({"method": "nope"}, UnknownMethod, "keydiff, knorm, random, streaming"),
         ({"method": "snapkv"}, UnknownMethod, "mode='snapkv'"),
         ({"budget": 0}, InvalidSetting, "at least 1"),
         ({"keep": 0.5, "budget": 5}, InvalidSetting, "either keep"),
@@ -465,3 +465,22 @@ def test_every_supported_model_type_is_tested() -> None:
     from kv_rag.model import SUPPORTED
 
     assert {FAMILIES[name]().model_type for name in FAMILIES} == set(SUPPORTED)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm", "random"])
+def test_heads_that_keep_different_numbers_keep_the_same_in_sum(make_engine: MakeEngine, method: str) -> None:
+    engine = make_engine()
+    document_id = engine.ingest(DOCUMENTS[0], method=method, keep=0.3, allocation="heads")[0].id
+    record = next(state for state in engine.states(document_id) if not state.compression.is_full)
+    state = engine.store.get(document_id, record.compression)
+    assert [sum(layer.lengths) for layer in state.layers] == [2 * 90] * 3
+    assert not all(layer.is_uniform for layer in state.layers)
+    assert record.nbytes == pytest.approx(0.3 * record.full_pairs * (2 * 16 * 4 + 4), rel=0.01)
+
+
+def test_ragged_state_answers_and_is_served_from_the_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ids = [entry.id for entry in engine.ingest(DOCUMENTS, keep=0.3, allocation="heads")]
+    metadata = engine.answer("What?", documents=ids, max_new_tokens=6).metadata
+    assert metadata.keep == pytest.approx(0.3, abs=0.01)
+    assert metadata.cached_tokens == engine.model.header[1].numel() + sum(map(len, DOCUMENTS))

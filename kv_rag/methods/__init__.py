@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from kv_rag.document import Scalar
 from kv_rag.errors import InvalidSetting, UnknownMethod
 from kv_rag.methods.base import LayerStates, Method
+from kv_rag.methods.keydiff import KeyDiff
 from kv_rag.methods.knorm import KNorm
 from kv_rag.methods.random import Random
 from kv_rag.methods.streaming import Streaming
 
 METHODS: dict[str, type[Method]] = {
+    "keydiff": KeyDiff,
     "knorm": KNorm,
     "random": Random,
     "streaming": Streaming,
