@@ -14,6 +14,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import tempfile
 
 import torch
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--model", default="bundled:smollm2-135m")
-    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--limit", type=int, default=50)
     arguments = parser.parse_args()
     records = [json.loads(line) for line in open(arguments.data)][: arguments.limit]
     print(f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -59,7 +60,7 @@ def main() -> None:
         for record in records:
             for name, nll in measure(engine, record).items():
                 results.setdefault(name, []).append(nll)
-            print(".", end="", flush=True)
+            print(".", end="", file=sys.stderr, flush=True)
     mean = {name: statistics.mean(values) for name, values in results.items()}
     joint, none = mean["first 1.0"], mean["no document"]
     print()

@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode", type=int, default=32)
-    parser.add_argument("--method", default="knorm")
+    parser.add_argument("--method", default="keydiff")
+    parser.add_argument("--allocation", default="uniform")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, Python "
@@ -104,20 +105,21 @@ def main() -> None:
 
 def measure(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     text = long_text(engine, arguments.tokens)
-    document_id = engine.ingest(text, method=arguments.method, keep=0.5, retain="both")[0].id
+    entry = engine.ingest(text, method=arguments.method, allocation=arguments.allocation, keep=0.5, retain="both")[0]
+    document_id = entry.id
     for keep in (0.25, 0.1):
-        engine.ingest(text, method=arguments.method, keep=keep)
+        engine.ingest(text, method=arguments.method, allocation=arguments.allocation, keep=keep)
     ids = torch.cat([engine.model.header[1], engine.model.encode(text, template=False)])
     ingest_seconds, prefill_seconds = [], []
     for _ in range(2):  # in turn, so that a drift of the machine's speed meets both
         prefill_seconds.append(plain_prefill(engine, ids))
         engine.remove(document_id)
         started = time.perf_counter()
-        engine.ingest(text, method=arguments.method, keep=0.25, retain="compressed")
+        engine.ingest(text, method=arguments.method, allocation=arguments.allocation, keep=0.25, retain="compressed")
         ingest_seconds.append(time.perf_counter() - started)
     engine.ingest(text, retain="full")
     for keep in (0.5, 0.1):
-        engine.ingest(text, method=arguments.method, keep=keep)
+        engine.ingest(text, method=arguments.method, allocation=arguments.allocation, keep=keep)
 
     def report(name: str, first: float, rate: float, **more: Any) -> dict[str, Any]:
         ratio = "" if not rows else f"{first / rows[0]['first']:8.2f} x floor"
@@ -141,7 +143,8 @@ def measure(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any
     rows.append(report("plain transformers, whole prompt", first, rate))
     full_bytes = engine.store.get(document_id, Compression.full()).nbytes
     for keep in (0.5, 0.25, 0.1):
-        state = engine.store.get(document_id, Compression.of(arguments.method, keep=keep))
+        settings = {} if arguments.allocation == "uniform" else {"allocation": arguments.allocation}
+        state = engine.store.get(document_id, Compression.of(arguments.method, keep=keep, settings=settings))
         print(f"bytes at keep {keep}: {state.nbytes / full_bytes:.4f} of full ({full_bytes / 1e6:.1f} MB)")
     print(f"ingest {min(ingest_seconds):.2f} s, plain prefill {min(prefill_seconds):.2f} s: "
           f"ratio {min(ingest_seconds) / min(prefill_seconds):.3f}")  # fmt: skip

@@ -47,16 +47,12 @@ class ForwardPass:
     observer: Observer | None = None
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
 
-    def mask(self, layer: int) -> Tensor | None:
-        """True where a new token may look: ``[T, S]``, or ``[H, T, S]`` when heads have empty slots; None: anywhere."""
-        slots, empty = self.slots[layer], self.state.layers[layer].empty
+    def causal(self, layer: int) -> Tensor | None:
+        """True where a new token may look, ``[T, S]``; None when it may look anywhere."""
+        slots = self.slots[layer]
         if id(slots) not in self._masks:
             self._masks[id(slots)] = _causal_mask(slots)
-        causal = self._masks[id(slots)]
-        if empty is None:
-            return causal
-        filled = ~empty[:, None, : slots.end]
-        return filled if causal is None else filled & causal
+        return self._masks[id(slots)]
 
 
 def _causal_mask(slots: Slots) -> Tensor | None:
@@ -66,22 +62,48 @@ def _causal_mask(slots: Slots) -> Tensor | None:
     return every_slot[None, :] <= slots.index[:, None]
 
 
-def attend(queries: Tensor, layer: LayerState, slots: Slots, mask: Tensor | None, scaling: float) -> Tensor:
+def attend(queries: Tensor, layer: LayerState, slots: Slots, causal: Tensor | None, scaling: float) -> Tensor:
     """Attention of ``queries`` ``[Q, T, D]`` over the first ``slots.end`` slots: ``[Q, T, D]``."""
-    heads = layer.keys.shape[0]
-    group = queries.shape[0] // heads
+    if layer.empty is not None:
+        ragged = _attend_token if causal is None else _attend_head_by_head
+        return ragged(queries, layer, layer.empty[:, : slots.end], causal, scaling)
     keys, values = layer.keys[None, :, : slots.end], layer.values[None, :, : slots.end]
-    if mask is None or mask.dim() == 2:
-        causal = slots.start == 0 and mask is not None  # nothing before: the kernel skips what is masked
-        attended = F.scaled_dot_product_attention(
-            queries[None], keys, values, None if causal else mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
-        )
-        return attended[0]
-    # A mask per KV head: the query heads of a group share it, so they go into the token axis, and nothing is repeated.
-    tokens, dim = queries.shape[1:]
-    folded = queries.reshape(1, heads, group * tokens, dim)
-    folded_mask = mask.expand(heads, tokens, slots.end).repeat(1, group, 1)
-    return F.scaled_dot_product_attention(folded, keys, values, folded_mask[None], scale=scaling).reshape(-1, tokens, dim)
+    whole = slots.start == 0 and causal is not None  # nothing before: the kernel skips what is masked
+    mask = None if whole else causal
+    return F.scaled_dot_product_attention(
+        queries[None], keys, values, mask, is_causal=whole, scale=scaling, enable_gqa=queries.shape[0] > keys.shape[1]
+    )[0]
+
+
+def _attend_head_by_head(
+    queries: Tensor, layer: LayerState, empty: Tensor, causal: Tensor | None, scaling: float
+) -> Tensor:
+    """Many tokens: each KV head's pairs are gathered, so that empty slots cost nothing."""
+    assert causal is not None
+    heads, end = empty.shape
+    attended = torch.empty_like(queries)
+    for head, group in enumerate(queries.chunk(heads)):  # [Q/H, T, D]
+        filled = (~empty[head]).nonzero()[:, 0]
+        keys = layer.keys[head, :end].index_select(0, filled)[None, None]
+        values = layer.values[head, :end].index_select(0, filled)[None, None]
+        size = group.shape[0]
+        attended[head * size : (head + 1) * size] = F.scaled_dot_product_attention(
+            group[None], keys, values, causal[:, filled], scale=scaling, enable_gqa=size > 1
+        )[0]
+    return attended
+
+
+def _attend_token(queries: Tensor, layer: LayerState, empty: Tensor, causal: Tensor | None, scaling: float) -> Tensor:
+    """One token: reading empty slots costs less than gathering the others, so they are masked.
+
+    The query heads of a group share a mask, so they go into the token axis and nothing is repeated.
+    """
+    heads, end = empty.shape
+    dim = queries.shape[-1]
+    folded = queries.reshape(1, heads, -1, dim)
+    mask = ~empty[None, :, None, :].expand(1, heads, folded.shape[2], end)
+    keys, values = layer.keys[None, :, :end], layer.values[None, :, :end]
+    return F.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling).reshape(-1, 1, dim)
 
 
 def attention_forward(
@@ -104,7 +126,7 @@ def attention_forward(
         kv_rag_pass.observer.observe(index, queries, key[0], value[0])
     layer.write(rotate(key[0], kv_rag_pass.at), value[0], slots)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    attended = attend(queries, layer, slots, kv_rag_pass.mask(index), scale)
+    attended = attend(queries, layer, slots, kv_rag_pass.causal(index), scale)
     return attended.transpose(0, 1)[None], None
 
 

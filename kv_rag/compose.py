@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kv_rag.document import DocumentCache, LayerPairs
 from kv_rag.model import LanguageModel
-from kv_rag.rotary import Angles, angles, rotate_into
+from kv_rag.rotary import Angles, angles, rotate, rotate_into
 from kv_rag.state import LayerState, PromptState
 
 
@@ -183,13 +183,14 @@ def _copy_ragged(pairs: LayerPairs, layer: LayerState, begin: int, table: Angles
     longest, device = pairs.longest, layer.keys.device
     if layer.empty is None:
         layer.empty = torch.zeros(layer.keys.shape[:2], dtype=torch.bool, device=device)
+    rotated = rotate(pairs.keys.to(device), table.at(pairs.positions.to(device)))
+    values = pairs.values.to(device)
     done = 0
     for head, count in enumerate(pairs.lengths):
         first, end = begin + longest - count, begin + longest
         rows = slice(done, done + count)
-        at = table.at(pairs.positions[rows].to(device))
-        rotate_into(layer.keys[head, first:end], pairs.keys[rows].to(device), at)
-        layer.values[head, first:end] = pairs.values[rows].to(device)
+        layer.keys[head, first:end] = rotated[rows]
+        layer.values[head, first:end] = values[rows]
         # Empty slots are masked, but a NaN in memory that was never written would still spoil the sum.
         layer.keys[head, begin:first] = 0
         layer.values[head, begin:first] = 0

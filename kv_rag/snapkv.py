@@ -10,6 +10,7 @@ Dimension letters: Q query heads, H KV heads, W window tokens, S slots, K kept s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from kv_rag.state import LayerState, PromptState
 
 POOL = 5  # positions; max over 5 kept as much as 7 and more than no pooling on the development questions
 POOLING = "max"
-_POOLINGS = {"max": F.max_pool1d, "mean": F.avg_pool1d}
+_POOLINGS: dict[str, Any] = {"max": F.max_pool1d, "mean": F.avg_pool1d}
 _BLOCK = 64  # window tokens scored at a time: bounds memory to Q x 64 x S floats
 
 

@@ -22,7 +22,7 @@ from transformers import (
 from kv_rag.engine import Engine
 from kv_rag.model import LanguageModel
 
-SPECIAL = ["<|end|>", "<|start|>", "<|pad|>"]
+torch.set_num_threads(1)  # for tiny models threads cost more than they give
 TEMPLATE = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|start|>system\nBe brief.<|end|>\n{% endif %}"
     "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -54,6 +54,11 @@ def count_tokens_run(engine: Engine) -> list[int]:
     return counts
 
 
+def compressed_as(engine: Engine, document_id: str) -> Compression:
+    """The newest compressed state of a document."""
+    return [state.compression for state in engine.states(document_id) if not state.compression.is_full][-1]
+
+
 # --- ingest ---
 
 
@@ -75,7 +80,7 @@ def test_compressing_from_the_stored_state_equals_compressing_at_once(make_engin
     at_once.ingest(DOCUMENTS[0], method="knorm", keep=0.3, retain="compressed")
     later.ingest(DOCUMENTS[0], retain="full")
     document_id = later.ingest(DOCUMENTS[0], method="knorm", keep=0.3)[0].id
-    compression = Compression.of("knorm", keep=0.3)
+    compression = compressed_as(later, document_id)
     one, other = (each.store.get(document_id, compression) for each in (at_once, later))
     for left, right in zip(one.layers, other.layers, strict=True):
         assert torch.equal(left.keys, right.keys)
@@ -118,7 +123,7 @@ def test_resident_and_stored_bytes_equal_keep_times_full_within_two_percent(make
     document_id = engine.ingest(text_of(1500), keep=0.25, retain="both")[0].id
     full, compressed = (
         engine.store.get(document_id, compression)
-        for compression in (Compression.full(), Compression.of("keydiff", keep=0.25))
+        for compression in (Compression.full(), compressed_as(engine, document_id))
     )
     assert engine.memory().resident_bytes == compressed.nbytes
     pairs = [sum(layer.nbytes for layer in state.layers) for state in (compressed, full)]
@@ -130,7 +135,7 @@ def test_resident_and_stored_bytes_equal_keep_times_full_within_two_percent(make
 def test_very_short_documents_are_never_emptied(make_engine: MakeEngine, length: int, method: str) -> None:
     engine = make_engine()
     document_id = engine.ingest("abcdefghijk"[:length], method=method, keep=0.1)[0].id
-    state = engine.store.get(document_id, Compression.of(method, keep=0.1))
+    state = engine.store.get(document_id, compressed_as(engine, document_id))
     assert all(layer.lengths == (min(length, 8),) * 2 for layer in state.layers)
     assert engine.answer("What?", documents=document_id, max_new_tokens=2).metadata.pairs_kept > 0
 
@@ -139,8 +144,8 @@ def test_very_short_documents_are_never_emptied(make_engine: MakeEngine, length:
 def test_half_precision_states_are_stored_bit_for_bit(make_engine: MakeEngine, dtype: torch.dtype) -> None:
     engine = make_engine(dtype=dtype)
     document_id = engine.ingest(DOCUMENTS[0], keep=0.5)[0].id
-    held = engine._resident.get(document_id, Compression.of("keydiff", keep=0.5), lambda: pytest.fail("not held"))
-    stored = engine.store.get(document_id, Compression.of("keydiff", keep=0.5))
+    held = engine._resident.get(document_id, compressed_as(engine, document_id), lambda: pytest.fail("not held"))
+    stored = engine.store.get(document_id, compressed_as(engine, document_id))
     for one, other in zip(held.layers, stored.layers, strict=True):
         assert one.keys.dtype == dtype
         assert torch.equal(one.keys, other.keys)

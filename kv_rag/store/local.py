@@ -45,7 +45,9 @@ class LocalStore:
     def __init__(
         self, folder: str | Path, fingerprint: Mapping[str, str] | None, *, read_only: bool = False, check: bool = True
     ) -> None:
-        self._folder = Folder(folder, read_only=read_only)
+        # To look at whatever is there is no reason to make a folder.
+        looking = fingerprint is None and not Path(folder).expanduser().is_dir()
+        self._folder = Folder(folder, read_only=read_only or looking)
         self.fingerprint, is_new = self._folder.describe(fingerprint)
         self._digest = fingerprint_digest(self.fingerprint)
         self._check = check
