@@ -19,7 +19,7 @@ from torch import Tensor
 from kv_rag.selection import MINIMUM, pairs_to_keep
 from kv_rag.state import LayerState, PromptState
 
-POOL = 5  # positions; max over 5 kept as much as 7 and more than no pooling on the development questions
+POOL = 5  # positions, as in the paper; benchmarks/snapkv_window.py compares it with others
 POOLING = "max"
 _POOLINGS: dict[str, Any] = {"max": F.max_pool1d, "mean": F.avg_pool1d}
 _BLOCK = 64  # window tokens scored at a time: bounds memory to Q x 64 x S floats
