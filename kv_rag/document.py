@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kv_rag import html
 from kv_rag.errors import EmptyInput, InvalidSetting
 
 Scalar = str | int | float | bool
 
 FULL = "full"
+
+# How many bits a stored state has for a number; see kv_rag.store.quantise.
+MODEL, BFLOAT16, INT8, INT4, FP8 = "model", "bfloat16", "int8", "int4", "fp8"
+STORED_DTYPES = (MODEL, BFLOAT16, INT8, INT4, FP8)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Document:
         """Digest of the text, 32 hex digits: the same text is the same document."""
         return text_digest(self.text)
 
+    def _repr_html_(self) -> str:
+        beginning = self.text if len(self.text) <= 400 else self.text[:400].rstrip() + " …"
+        title = f"{self.name or 'document'} ({self.id[:12]}, {len(self.text):,} characters)"
+        return html.caption(title) + html.paragraph(beginning)
+
 
 def text_digest(text: str) -> str:
     """SHA-256 of the UTF-8 text, first 32 hex digits (128 bits)."""
@@ -58,17 +68,19 @@ class Compression:
     """How a state was made from the full one: part of its identity in the store.
 
     Exactly one of ``keep`` (fraction of pairs, 0 < keep <= 1) and ``budget`` (pairs per head) is set.
-    ``Compression.full()`` stands for the state with every pair.
+    ``Compression.full()`` stands for the state with every pair. ``stored_dtype`` is one of ``STORED_DTYPES``; "model"
+    stores the numbers as the model made them, to the bit.
     """
 
     method: str
     keep: float | None = None
     budget: int | None = None
     settings: tuple[tuple[str, Scalar], ...] = ()
+    stored_dtype: str = MODEL
 
     @classmethod
-    def full(cls) -> Compression:
-        return cls(FULL, keep=1.0)
+    def full(cls, stored_dtype: str = MODEL) -> Compression:
+        return cls(FULL, keep=1.0, stored_dtype=check_stored_dtype(stored_dtype))
 
     @classmethod
     def of(
@@ -78,27 +90,36 @@ class Compression:
         keep: float | None = None,
         budget: int | None = None,
         settings: Mapping[str, Scalar] | None = None,
+        stored_dtype: str = MODEL,
     ) -> Compression:
         """Checked constructor.
 
         Raises:
-            InvalidSetting: both or neither of keep and budget, or one of them out of range.
+            InvalidSetting: both or neither of keep and budget, one of them out of range, or an unknown stored_dtype.
 
         """
         check_budget(keep, budget)
         keep = None if keep is None else float(keep)
-        return cls(method, keep, budget, tuple(sorted((settings or {}).items())))
+        return cls(method, keep, budget, tuple(sorted((settings or {}).items())), check_stored_dtype(stored_dtype))
 
     @property
     def is_full(self) -> bool:
         return self.method == FULL
 
     def __str__(self) -> str:
+        stored = "" if self.stored_dtype == MODEL else f" {self.stored_dtype}"
         if self.is_full:
-            return FULL
+            return FULL + stored
         size = f"keep={self.keep:g}" if self.keep is not None else f"budget={self.budget}"
         extra = "".join(f" {name}={value}" for name, value in self.settings)
-        return f"{self.method} {size}{extra}"
+        return f"{self.method} {size}{extra}{stored}"
+
+
+def check_stored_dtype(stored_dtype: str) -> str:
+    """Gives ``stored_dtype`` back. Raises InvalidSetting unless it is one of ``STORED_DTYPES``."""
+    if stored_dtype not in STORED_DTYPES:
+        raise InvalidSetting(f"stored_dtype must be one of {', '.join(STORED_DTYPES)}, got {stored_dtype!r}")
+    return stored_dtype
 
 
 def check_budget(keep: float | None, budget: int | None) -> None:
@@ -187,7 +208,7 @@ class DocumentCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: what the state takes in memory, and on disk but for the header."""
+        """Bytes of all tensors: what the state takes in memory, whatever ``stored_dtype`` makes of it on disk."""
         return sum(layer.nbytes for layer in self.layers) + self.token_ids.numel() * self.token_ids.element_size()
 
     @property

@@ -29,6 +29,10 @@ class ModelNotFound(KVRagError, OSError):
     """The model cannot be loaded from where it was asked for."""
 
 
+class MissingExtra(KVRagError, ImportError):
+    """A part of kv_rag needs packages that an extra installs."""
+
+
 class EmptyInput(KVRagError, ValueError):
     """A document or question without text."""
 
@@ -55,6 +59,10 @@ class StateMissing(KVRagError, KeyError):
 
 class StoreError(KVRagError, OSError):
     """The store's folder cannot be read or written."""
+
+
+class StoreUnreachable(StoreError):
+    """A remote store does not answer, or refuses."""
 
 
 class StoreMismatch(StoreError):

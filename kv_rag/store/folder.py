@@ -29,7 +29,9 @@ SUFFIX = ".safetensors"
 STALE_SECONDS = 3600  # no write of one state takes this long; younger files may belong to a living process
 
 _KEY = re.compile(r"[0-9a-f]{40}")
-_LARGEST_STORE_JSON = 1 << 20
+LARGEST_STORE_JSON = 1 << 20
+# What a description that is not as written can make the reader raise.
+GARBLED_DESCRIPTION = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Folder:
@@ -141,7 +143,7 @@ class Folder:
         if not self.description.exists():
             if fingerprint is None:
                 raise StoreError(f"there is no store in {self.path}; ingest documents first or name the right folder")
-            content = json.dumps({"format": FORMAT_VERSION, "fingerprint": dict(fingerprint)}, indent=1).encode()
+            content = description(fingerprint)
             try:
                 written = _write_if_absent(self._temporary(self.path), self.description, content)
             except OSError as error:
@@ -153,33 +155,53 @@ class Folder:
         return {name: value for name, value in there.items() if name != "format version"}, written
 
     def _compare(self, there: Mapping[str, str], fingerprint: Mapping[str, str] | None) -> None:
-        own = {name: value for name, value in there.items() if name != "format version"}
-        here = {"format version": str(FORMAT_VERSION), **(own if fingerprint is None else fingerprint)}
-        names = [*here, *(name for name in there if name not in here)]
-        differences = [
-            f"{name}: {_short(there.get(name))} in the store, {_short(here.get(name))} now"
-            for name in names
-            if there.get(name) != here.get(name)
-        ]
-        if differences:
-            raise StoreMismatch(
-                f"the store in {self.path} was made with other settings ({'; '.join(differences)}); "
-                "open it with the same settings, or use another folder"
-            )
+        compare_descriptions(self.path, there, fingerprint)
 
     def _read_description(self) -> dict[str, str]:
         try:
             with self.description.open("rb") as file:
-                content = json.loads(file.read(_LARGEST_STORE_JSON))
-            fingerprint = {str(name): str(value) for name, value in content["fingerprint"].items()}
-            return {"format version": str(content["format"]), **fingerprint}
+                return parse_description(file.read(LARGEST_STORE_JSON))
         except PermissionError as error:
             raise StoreError(f"{self.description} may not be read; ask for its rights or name another folder") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except GARBLED_DESCRIPTION as error:
             raise DamagedState(
                 f"{self.description} is damaged; remove it to open the store with the present settings "
                 "(states made with others will not be used), or use another folder"
             ) from error
+
+
+def description(fingerprint: Mapping[str, str]) -> bytes:
+    """The content of ``store.json``."""
+    return json.dumps({"format": FORMAT_VERSION, "fingerprint": dict(fingerprint)}, indent=1).encode()
+
+
+def parse_description(content: bytes) -> dict[str, str]:
+    """Reverses ``description``, the format version among the rest. Raises one of GARBLED_DESCRIPTION."""
+    parsed = json.loads(content)
+    fingerprint = {str(name): str(value) for name, value in parsed["fingerprint"].items()}
+    return {"format version": str(parsed["format"]), **fingerprint}
+
+
+def compare_descriptions(place: object, there: Mapping[str, str], fingerprint: Mapping[str, str] | None) -> None:
+    """Raises StoreMismatch, listing every difference, unless the store is of this fingerprint (None: of any)."""
+    own = {name: value for name, value in there.items() if name != "format version"}
+    here = {"format version": str(FORMAT_VERSION), **(own if fingerprint is None else fingerprint)}
+    names = [*here, *(name for name in there if name not in here)]
+    differences = [
+        f"{name}: {_short(there.get(name))} in the store, {_short(here.get(name))} now"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise StoreMismatch(
+            f"the store in {place} was made with other settings ({'; '.join(differences)}); "
+            "open it with the same settings, or use another folder"
+        )
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a small file that only its owner may read, whole or not at all."""
+    _write(path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"), path, [content])
 
 
 def make_private(folder: Path) -> None:

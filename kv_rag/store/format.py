@@ -6,8 +6,11 @@ Tensors, in the file's order (layer after layer, so that the first layers can be
     ``layers.{i:03d}.keys``         [pairs, head_dim] float32, float16 or bfloat16
     ``layers.{i:03d}.values``       as keys
     ``text``                        [bytes] uint8, UTF-8
+A compression with a ``stored_dtype`` has keys and values as ``kv_rag.store.quantise`` packs them, with the ranges
+(``layers.{i:03d}.keys.low`` and so on) before them.
 
 Metadata, all strings: ``format``, ``fingerprint`` (digest), ``document_id``, ``name`` (JSON), ``compression`` (JSON),
+``dtype`` (of the numbers when read: float32, float16 or bfloat16),
 ``tokens``, ``characters``, ``lengths`` (JSON: pairs in every head of every layer), ``created``, ``checksums`` (JSON:
 BLAKE2b-128 of every tensor's bytes) and ``header_checksum`` over all of these and every tensor's dtype and shape.
 """
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from kv_rag.document import Compression, Document, DocumentCache, LayerPairs, text_digest
 from kv_rag.errors import DamagedState, InvalidSetting, StoreError
+from kv_rag.store import quantise
 from kv_rag.store.identity import (
     checksum,
     compression_json,
@@ -43,10 +47,10 @@ FORMAT = "kv_rag state 1"
 LARGEST_HEADER = 16 << 20  # bytes; 100 layers of 128 heads need 0.2 MB. Bounds what a hostile file makes us parse.
 
 _DTYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
 }  # fmt: skip
-_PAIR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAIR_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What a file that is not as written can make the readers raise.
 _GARBLED = (
     SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError
@@ -66,7 +70,16 @@ class Header:
     characters: int
     lengths: tuple[tuple[int, ...], ...]  # [layers][kv_heads]
     created: str
+    dtype: str  # of keys and values once read, whatever they are stored in
     checksums: Mapping[str, str]
+
+    @property
+    def pairs(self) -> int:
+        return sum(sum(lengths) for lengths in self.lengths)
+
+    @property
+    def full_pairs(self) -> int:
+        return sum(len(lengths) * self.tokens for lengths in self.lengths)
 
 
 @dataclass(frozen=True)
@@ -80,16 +93,24 @@ class StateFile:
     tensors: Mapping[str, Tensor]
 
     def cache(self) -> DocumentCache:
-        layers = tuple(
-            LayerPairs(
-                keys=self.tensors[f"layers.{i:03d}.keys"],
-                values=self.tensors[f"layers.{i:03d}.values"],
-                positions=self.tensors[f"layers.{i:03d}.positions"],
-                lengths=lengths,
-            )
+        """The state in the model's dtype: mapped when it is stored so, else computed here and held in memory."""
+        layers = tuple(self._layer(i, lengths) for i, lengths in enumerate(self.header.lengths))
+        return DocumentCache(self.header.document_id, self.tensors["token_ids"], layers, self.header.compression)
+
+    def _layer(self, index: int, lengths: tuple[int, ...]) -> LayerPairs:
+        prefix, stored_dtype = f"layers.{index:03d}.", self.header.compression.stored_dtype
+        parts = {name.removeprefix(prefix): part for name, part in self.tensors.items() if name.startswith(prefix)}
+        keys, values = quantise.unpack(parts, stored_dtype, lengths, PAIR_DTYPES[self.header.dtype])
+        return LayerPairs(keys, values, parts["positions"], lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys, values and positions once read, as ``LayerPairs`` counts them."""
+        element = PAIR_DTYPES[self.header.dtype].itemsize
+        return sum(
+            sum(lengths) * (2 * self.tensors[f"layers.{i:03d}.keys"].shape[-1] * element + torch.int32.itemsize)
             for i, lengths in enumerate(self.header.lengths)
         )
-        return DocumentCache(self.header.document_id, self.tensors["token_ids"], layers, self.header.compression)
 
     def text(self) -> str:
         """The document's text. Raises DamagedState when it is not the one the document's id was made of."""
@@ -135,13 +156,13 @@ def new_state(document: Document, cache: DocumentCache, fingerprint: str) -> tup
     for i, layer in enumerate(cache.layers):
         # Positions first: whatever head_dim is, every tensor then begins at a multiple of its element size.
         tensors[f"layers.{i:03d}.positions"] = layer.positions
-        tensors[f"layers.{i:03d}.keys"] = layer.keys
-        tensors[f"layers.{i:03d}.values"] = layer.values
+        for part, tensor in quantise.pack(layer, cache.compression.stored_dtype).items():
+            tensors[f"layers.{i:03d}.{part}"] = tensor
     tensors["text"] = torch.frombuffer(text, dtype=torch.uint8)
     header = Header(
         fingerprint, document.id, document.name, cache.compression, cache.tokens, len(document.text),
         tuple(tuple(layer.lengths) for layer in cache.layers), datetime.now(timezone.utc).isoformat(),
-        {name: checksum(tensor) for name, tensor in tensors.items()},
+        str(cache.dtype).removeprefix("torch."), {name: checksum(tensor) for name, tensor in tensors.items()},
     )  # fmt: skip
     try:
         _check_structure(header, tensors)
@@ -184,6 +205,7 @@ def _metadata(header: Header) -> dict[str, str]:
         "characters": str(header.characters),
         "lengths": json.dumps(header.lengths, separators=(",", ":")),
         "created": header.created,
+        "dtype": header.dtype,
         "checksums": json.dumps(header.checksums, separators=(",", ":")),
     }
 
@@ -234,11 +256,7 @@ def _regular_file(path: Path) -> tuple[int, int, int]:
         raise ValueError("not a regular file")
     with path.open("rb") as file:
         beginning = file.read(8)
-    if len(beginning) < 8:
-        raise ValueError("too short")
-    length = struct.unpack("<Q", beginning)[0]
-    if length > min(LARGEST_HEADER, status.st_size - 8):
-        raise ValueError(f"a header of {length} bytes in a file of {status.st_size}")
+    header_bytes(beginning, status.st_size)
     return status.st_size, status.st_ino, status.st_mtime_ns
 
 
@@ -246,6 +264,46 @@ def _map(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     with safe_open(str(path), framework="pt") as file:
         # Views of the mapped file: nothing is read yet, and a file removed meanwhile stays until they are gone.
         return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}
+
+
+def read_beginning(name: str, content: bytes, file_bytes: int) -> tuple[StateFile, tuple[int, int]]:
+    """A state from its file's first bytes (all of the header at least), and where in the file its text begins and ends.
+
+    For files that are far away. The tensors have shapes and no bytes, which are to be checked when the file is here.
+
+    Raises:
+        DamagedState: it is not a state file.
+
+    """
+    try:
+        beginning = 8 + header_bytes(content[:8], file_bytes)
+        entries = json.loads(content[8:beginning])
+        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__").items()}
+        by_code = {code: dtype for dtype, code in _DTYPES.items()}
+        tensors = {
+            part: torch.empty(entry["shape"], dtype=by_code[entry["dtype"]], device="meta")
+            for part, entry in entries.items()
+        }
+        header = _parse(metadata, tensors)
+        _check_structure(header, tensors)
+        begin, end = (beginning + int(offset) for offset in entries["text"]["data_offsets"])
+        if not beginning <= begin <= end <= file_bytes or end - begin != tensors["text"].numel():
+            raise ValueError(f"a text at {begin} to {end} in a file of {file_bytes} bytes")
+    except KeyError as error:
+        raise damaged(Path(name), f"{error} is missing") from error
+    except (*_GARBLED, RecursionError) as error:
+        raise damaged(Path(name), f"{error}") from error
+    return StateFile(Path(name), file_bytes, (), header, tensors), (begin, end)
+
+
+def header_bytes(beginning: bytes, file_bytes: int) -> int:
+    """Length of the header, from a file's first 8 bytes. Raises ValueError when it is not one that may be read."""
+    if len(beginning) < 8:
+        raise ValueError("too short")
+    length = int(struct.unpack("<Q", beginning)[0])
+    if length > min(LARGEST_HEADER, file_bytes - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {file_bytes}")
+    return length
 
 
 def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Header:
@@ -264,29 +322,40 @@ def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Header:
     return Header(
         metadata["fingerprint"], metadata["document_id"], name, parse_compression(metadata["compression"]),
         int(metadata["tokens"]), int(metadata["characters"]), tuple(tuple(layer) for layer in lengths),
-        metadata["created"], dict(json.loads(metadata["checksums"])),
+        metadata["created"], metadata["dtype"], dict(json.loads(metadata["checksums"])),
     )  # fmt: skip
 
 
 def _check_structure(header: Header, tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError unless every tensor is there, and has the dtype and shape that the header implies."""
-    names = [f"layers.{i:03d}.{part}" for i in range(len(header.lengths)) for part in ("keys", "values", "positions")]
-    if not names or set(tensors) != {"token_ids", "text", *names} or set(header.checksums) != set(tensors):
+    if header.dtype not in PAIR_DTYPES:
+        raise ValueError(f"keys of {header.dtype[:40]}; {', '.join(PAIR_DTYPES)} can be stored")
+    expected = _expected_pairs(header, tensors)
+    if not header.lengths or {"token_ids", "text", *expected} != set(tensors) or set(header.checksums) != set(tensors):
         raise ValueError(f"{len(tensors)} tensors and {len(header.checksums)} checksums for {len(header.lengths)} layers")
     if not _DIGEST.fullmatch(header.document_id):
         raise ValueError(f"document id {header.document_id[:40]!r} is not 32 hex digits")
     _expect(tensors, "token_ids", (header.tokens,), torch.int64)
     _expect(tensors, "text", (tensors["text"].numel(),), torch.uint8)
-    dtype = tensors["layers.000.keys"].dtype
-    if dtype not in _PAIR_DTYPES:
-        raise ValueError(f"keys of {dtype}; float32, float16 and bfloat16 can be stored")
+    for name, (shape, dtype) in expected.items():
+        _expect(tensors, name, shape, dtype)
+
+
+def _expected_pairs(header: Header, tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every layer's tensors. Raises ValueError or KeyError when they cannot be told."""
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for i, lengths in enumerate(header.lengths):
         if not lengths or min(lengths) < 0 or max(lengths) > header.tokens:
             raise ValueError(f"layer {i} keeps {lengths[:8]} pairs per head of {header.tokens} tokens")
-        pairs, head_dim = sum(lengths), tensors[f"layers.{i:03d}.keys"].shape[-1]
-        _expect(tensors, f"layers.{i:03d}.keys", (pairs, head_dim), dtype)
-        _expect(tensors, f"layers.{i:03d}.values", (pairs, head_dim), dtype)
-        _expect(tensors, f"layers.{i:03d}.positions", (pairs,), torch.int32)
+        keys = tensors[f"layers.{i:03d}.keys"]
+        if keys.dim() != 2:
+            raise ValueError(f"layer {i} has keys of shape {list(keys.shape)}")
+        stored = quantise.shapes(
+            header.compression.stored_dtype, lengths, keys.shape[-1], PAIR_DTYPES[header.dtype]
+        )
+        expected |= {f"layers.{i:03d}.{part}": shape for part, shape in stored.items()}
+        expected[f"layers.{i:03d}.positions"] = ((sum(lengths),), torch.int32)
+    return expected
 
 
 def _expect(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

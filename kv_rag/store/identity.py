@@ -6,11 +6,12 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kv_rag.document import Compression
+from kv_rag.document import MODEL, Compression
 
 
 def length_prefixed_digest(*fields: bytes) -> str:
@@ -45,12 +46,14 @@ def state_key(fingerprint: str, document_id: str, token_ids: Tensor, compression
 
 def compression_json(compression: Compression) -> str:
     """The one spelling of a compression, in headers, in keys and in the index."""
-    fields = {
+    fields: dict[str, Any] = {
         "method": compression.method,
         "keep": None if compression.keep is None else float(compression.keep),
         "budget": compression.budget,
         "settings": dict(compression.settings),
     }
+    if compression.stored_dtype != MODEL:
+        fields["stored_dtype"] = compression.stored_dtype
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
@@ -60,7 +63,10 @@ def parse_compression(text: str) -> Compression:
     method, settings = fields["method"], fields["settings"]
     if not isinstance(method, str) or not all(isinstance(value, (str, int, float)) for value in settings.values()):
         raise ValueError("a compression's method is a string and its settings are numbers, strings or booleans")
-    return Compression.of(method, keep=fields["keep"], budget=fields["budget"], settings=settings)
+    return Compression.of(
+        method, keep=fields["keep"], budget=fields["budget"], settings=settings,
+        stored_dtype=fields.get("stored_dtype", MODEL),
+    )  # fmt: skip
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kv_rag.document import Compression, Document, DocumentCache, text_digest
+from kv_rag.document import Compression, Document, DocumentCache
 from kv_rag.errors import (
-    AmbiguousDocument,
     DamagedState,
     StateMissing,
     StoreError,
     StoreMismatch,
-    UnknownDocument,
 )
+from kv_rag.store import lookup
 from kv_rag.store.folder import Folder, logger, sync_folder
 from kv_rag.store.format import Header, StateFile, damaged, file_blocks, new_state, read_state
 from kv_rag.store.identity import fingerprint_digest, state_key
 from kv_rag.store.index import Index
 from kv_rag.store.records import ANCHOR, DocumentRecord, IndexEntry, Problem, StateRecord, TextShape
-
-_ID = re.compile(r"[0-9a-f]{32}")
-_PREFIX = re.compile(r"[0-9a-f]{6,32}")
 
 
 class LocalStore:
@@ -87,7 +82,8 @@ class LocalStore:
             header, tensors = new_state(document, cache, self._digest)
             self._folder.write_state(key, file_blocks(header, tensors))
         path = self._folder.state_path(key)
-        entry = _entry(path, replace(header, name=document.name), cache, path.stat().st_size, document.text)
+        nbytes = sum(layer.nbytes for layer in cache.layers)
+        entry = index_entry(path, replace(header, name=document.name), nbytes, path.stat().st_size, document.text)
         for replaced in self._index.add([entry]):
             self._folder.state_path(replaced).unlink(missing_ok=True)
         return entry.record
@@ -152,9 +148,7 @@ class LocalStore:
 
     def document(self, document_id: str) -> DocumentRecord:
         """The document of exactly this id. Raises UnknownDocument."""
-        for record in self._index.documents(document_id):
-            return record
-        raise UnknownDocument(f"no document {_short(document_id)} in {self.folder}; ingest it, or list the documents")
+        return lookup.document(self._index, document_id, self.folder)
 
     def text(self, document_id: str) -> str:
         """A document's text, read from its newest state. Raises UnknownDocument, DamagedState."""
@@ -171,20 +165,7 @@ class LocalStore:
             UnknownDocument, AmbiguousDocument: none or several fit.
 
         """
-        if _ID.fullmatch(reference.strip()) and self._index.documents(reference.strip()):
-            return reference.strip()
-        found = {record.id for record in self._index.documents(text_digest(reference.strip()))}
-        found.update(self._index.named(reference))
-        if _PREFIX.fullmatch(reference.strip()):
-            found.update(self._index.beginning_with(reference.strip()))
-        if len(found) > 1:
-            raise AmbiguousDocument(f"{_short(reference)} fits {', '.join(sorted(found))}; give one of these ids")
-        if not found:
-            raise UnknownDocument(
-                f"no document {_short(reference)} in {self.folder}: not an id, a name or an ingested text; ingest it first, "
-                f"or list the documents to see what there is"
-            )
-        return found.pop()
+        return lookup.resolve(self._index, reference, self.folder)
 
     def candidates(self, anchors: Collection[str]) -> dict[str, list[TextShape]]:
         """The documents that begin with each of ``anchors`` (``ANCHOR`` characters); the rest are left out."""
@@ -226,6 +207,17 @@ class LocalStore:
             self._index.drop([record.path.stem for record in gone])
         return problems
 
+    def adopt(self, key: str) -> StateRecord:
+        """Takes in a state file that came from elsewhere to its place. A bad one is removed, and DamagedState raised."""
+        path = self._folder.state_path(key)
+        try:
+            entry = self._whole(path)
+        except (DamagedState, StoreMismatch):
+            path.unlink(missing_ok=True)
+            raise
+        self._index.add([entry])
+        return entry.record
+
     # --- inside ---
 
     def _must_be_writable(self) -> None:
@@ -252,7 +244,7 @@ class LocalStore:
         if state.header.fingerprint != self._digest:
             raise StoreMismatch(f"{path} was made with other settings than its store; remove it")
         state.check()
-        return _entry(path, state.header, state.cache(), state.file_bytes, state.text())
+        return index_entry(path, state.header, state.nbytes, state.file_bytes, state.text())
 
     def _scan(self) -> Iterator[IndexEntry]:
         """All states, for rebuilding the index: headers and texts are read, pairs are not."""
@@ -260,19 +252,15 @@ class LocalStore:
             try:
                 state = read_state(path)
                 if state.header.fingerprint == self._digest:
-                    yield _entry(path, state.header, state.cache(), state.file_bytes, state.text())
+                    yield index_entry(path, state.header, state.nbytes, state.file_bytes, state.text())
             except (FileNotFoundError, StoreError) as error:
                 logger.warning("left out of the index: %s", error)
 
 
-def _entry(path: Path, header: Header, cache: DocumentCache, file_bytes: int, text: str) -> IndexEntry:
-    nbytes = sum(layer.nbytes for layer in cache.layers)
+def index_entry(path: Path, header: Header, nbytes: int, file_bytes: int, text: str) -> IndexEntry:
+    """What the index holds about a state file, from its header and text alone."""
     record = StateRecord(
-        header.document_id, header.name, header.compression, header.tokens, cache.pairs, cache.full_pairs, nbytes,
+        header.document_id, header.name, header.compression, header.tokens, header.pairs, header.full_pairs, nbytes,
         file_bytes, path, header.created,
     )  # fmt: skip
     return IndexEntry(path.stem, record, len(text), text[:ANCHOR], text[-ANCHOR:])
-
-
-def _short(reference: str) -> str:
-    return repr(reference if len(reference) <= 60 else f"{reference[:57]}...")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kv_rag import html
 from kv_rag.document import Compression
 
 ANCHOR = 32  # characters at a text's beginning and end by which it is found in a prompt
@@ -21,7 +22,7 @@ class StateRecord:
         tokens: the document's original length.
         pairs: kept pairs, over all layers and heads.
         full_pairs: pairs before compression.
-        nbytes: bytes of all keys, values and positions.
+        nbytes: bytes of all keys, values and positions in memory, where they have the model's dtype.
         file_bytes: size of the state's file.
         path: the state's file.
         created: when it was written, UTC, ISO 8601.
@@ -58,6 +59,15 @@ class DocumentRecord:
     tokens: int
     characters: int
     states: tuple[StateRecord, ...]
+
+    def _repr_html_(self) -> str:
+        title = f"{self.name or self.id[:12]} ({self.tokens:,} tokens, {self.characters:,} characters)"
+        rows = [
+            (str(state.compression), f"{state.pairs:,}", html.share(state.pairs, state.full_pairs),
+             html.size(state.file_bytes), state.created)
+            for state in self.states
+        ]  # fmt: skip
+        return html.caption(title) + html.table(("state", "pairs", "kept", "on disk", "written"), rows)
 
 
 @dataclass(frozen=True)
