@@ -10,23 +10,17 @@ Dimension letters: Q query heads, H KV heads, T new tokens, S slots, D head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kv_rag.observation import LayerStep, Observer
 from kv_rag.rotary import Angles, rotate
 from kv_rag.state import LayerState, PromptState, Slots
 
 NAME = "kv_rag"
-
-
-class Observer(Protocol):
-    """Sees what each layer computes for the new tokens, before it is attended to."""
-
-    def observe(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Queries ``[Q, T, D]`` rotated; keys ``[H, T, D]`` WITHOUT position; values ``[H, T, D]``."""
 
 
 @dataclass
@@ -37,7 +31,7 @@ class ForwardPass:
         state: the buffers to write to and attend over.
         at: angles of the new tokens' positions.
         slots: one Slots for each layer; layers of one length share one object.
-        observer: sees queries, keys and values of every layer.
+        observer: sees every layer.
 
     """
 
@@ -122,10 +116,10 @@ def attention_forward(
     index: int = module.layer_idx
     layer, slots = kv_rag_pass.state.layers[index], kv_rag_pass.slots[index]
     queries = rotate(query[0], kv_rag_pass.at)
-    if kv_rag_pass.observer is not None:
-        kv_rag_pass.observer.observe(index, queries, key[0], value[0])
-    layer.write(rotate(key[0], kv_rag_pass.at), value[0], slots)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer.write(rotate(key[0], kv_rag_pass.at), value[0], slots)
+    if kv_rag_pass.observer is not None:
+        kv_rag_pass.observer.observe(LayerStep(index, query[0], queries, key[0], value[0], layer, slots, scale, module))
     attended = attend(queries, layer, slots, kv_rag_pass.causal(index), scale)
     return attended.transpose(0, 1)[None], None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kv_rag.document import DocumentCache, LayerPairs
 from kv_rag.model import LanguageModel
+from kv_rag.observation import LayerStep
 from kv_rag.rotary import Angles, angles, rotate, rotate_into
 from kv_rag.state import LayerState, PromptState
 
@@ -73,8 +74,8 @@ class QueryRecorder:
         self._parts: list[list[Tensor]] = [[] for _ in range(layers)]
         self._window = window
 
-    def observe(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        self._parts[layer].append(queries)
+    def observe(self, step: LayerStep) -> None:
+        self._parts[step.layer].append(step.queries)
 
     def queries(self) -> list[Tensor]:
         return [torch.cat(parts, dim=1)[:, -self._window :] for parts in self._parts]
@@ -111,7 +112,7 @@ def compose(
         offset += piece.tokens
     for index, piece in enumerate(pieces):
         if piece.cache is not None:
-            _copy_in(model, piece.cache, state, [begins[layer][index] for layer in range(model.layers)], offsets[index])
+            copy_in(model, piece.cache, state, [begins[layer][index] for layer in range(model.layers)], offsets[index])
     computed = repaired or [computed_tokens(piece, repair) for piece in pieces]
     token_ids = torch.cat([piece.token_ids[chosen] for piece, chosen in zip(pieces, computed, strict=True)])
     positions = torch.cat([start + chosen for start, chosen in zip(offsets, computed, strict=True)])
@@ -156,7 +157,7 @@ def _slots(begins: list[list[int]], computed: list[Tensor], device: torch.device
     return slots
 
 
-def _copy_in(model: LanguageModel, cache: DocumentCache, state: PromptState, begins: list[int], offset: int) -> None:
+def copy_in(model: LanguageModel, cache: DocumentCache, state: PromptState, begins: list[int], offset: int) -> None:
     """Copies a document's pairs to slot ``begins[layer]`` on, keys rotated to position ``offset`` on."""
     everywhere = torch.arange(offset, offset + cache.tokens, device=model.device)
     table = angles(everywhere, model.inverse_frequencies.to(model.device))  # [T, R/2], shared by all layers and heads

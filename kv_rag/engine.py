@@ -20,28 +20,30 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kv_rag import methods
+from kv_rag import html, methods
 from kv_rag.answer import Answer, AnswerMetadata, AnswerStream, Prefilled
 from kv_rag.compose import Composition, Piece, compose, computed_tokens
-from kv_rag.document import Compression, Document, DocumentCache, Scalar
+from kv_rag.document import MODEL, Compression, Document, DocumentCache, Scalar
 from kv_rag.errors import (
     EmptyInput,
     InvalidSetting,
     RepeatedDocument,
     StateMissing,
+    StoreUnreachable,
     UnknownDocument,
 )
 from kv_rag.generation import Generation, TextAssembler, TokenPicker, generate
-from kv_rag.ingest import compress, prefill, prefill_header
+from kv_rag.ingest import compress, prefill, prefill_header, watcher_for
+from kv_rag.kept import KeptTokens, kept_for_question, kept_in_state
 from kv_rag.likelihood import Likelihood, answer_likelihood
 from kv_rag.memory import DocumentMemory, MemoryReport, StateMemory
 from kv_rag.model import LanguageModel, check_context
 from kv_rag.prompt import Choice, DocumentSegment, Segment, TextSegment, split_prompt
 from kv_rag.resident import ResidentStates
-from kv_rag.selection import ALLOCATIONS
-from kv_rag.snapkv import Range, prune
+from kv_rag.selection import Budget, method_settings
+from kv_rag.snapkv import Range, SnapKV, prune
 from kv_rag.state import PromptState
-from kv_rag.store import DocumentRecord, LocalStore, Problem, StateRecord
+from kv_rag.store import DocumentRecord, Problem, StateRecord, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ METHOD, KEEP, ALLOCATION = "keydiff", 0.25, "uniform"
 # benchmarks/repair.py: composed without repair the documents keep the whole gap between a joint prefill and no document.
 REPAIR = 0.0
 SNAPKV_KEEP = 0.25
+SNAPKV = SnapKV()
 CHUNK = 512  # tokens per forward pass
 JOINT = "\n\n"  # between documents
 QUESTION = "{joint}Answer the question from the text above in a few words.{joint}Question: {question}"
@@ -82,6 +85,14 @@ class Ingested:
     pairs_full: int
     bytes_on_disk: int
     seconds: float
+
+    def _repr_html_(self) -> str:
+        return html.caption(self.name or self.id[:12]) + html.facts([
+            ("id", self.id),
+            ("read", f"{self.tokens:,} tokens " + (f"in {self.seconds:.1f} s" if self.new else "by an earlier call")),
+            ("pairs", f"{self.pairs_kept:,} of {self.pairs_full:,} ({html.share(self.pairs_kept, self.pairs_full)})"),
+            ("on disk", html.size(self.bytes_on_disk)),
+        ])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Engine:
         if not isinstance(chunk, int) or chunk < 1:
             raise InvalidSetting(f"chunk must be a number of tokens, at least 1, got {chunk!r}")
         self.model = model
-        self.store = LocalStore(store, model.fingerprint())
+        self.store = open_store(store, model.fingerprint())
         self._resident = ResidentStates(resident_budget)
         self._chunk = chunk
         self._ingest_lock = threading.Lock()
@@ -141,8 +152,8 @@ class Engine:
 
         Args:
             model: see above. A pair keeps its own device and dtype and is not changed.
-            store: folder for document states, made if missing. It belongs to one model: opening it with another one
-                is refused.
+            store: folder for document states, made if missing, or a URL that fsspec knows (``s3://bucket/prefix``). It
+                belongs to one model: opening it with another one is refused.
             device, dtype: see ``LanguageModel.from_pretrained``.
             system: text of the system message that stands before every document. Part of the store's identity.
             resident_budget, chunk: see the class.
@@ -182,6 +193,7 @@ class Engine:
         budget: int | None = None,
         allocation: str = ALLOCATION,
         retain: str = "both",
+        stored_dtype: str = MODEL,
         progress: bool = False,
         settings: Mapping[str, Scalar] | None = None,
     ) -> list[Ingested]:
@@ -193,11 +205,17 @@ class Engine:
             keep: fraction of the pairs to keep, in (0, 1]; default 0.25.
             budget: pairs per head to keep, instead of ``keep``.
             allocation: "uniform" keeps the same number of pairs in every head; "heads" ranks the heads of a layer
-                together, so that they keep different numbers, the same in sum.
+                together, so that they keep different numbers, the same in sum; "model" ranks all heads of all layers
+                together; "pyramid" keeps fewer pairs the later the layer.
             retain: "compressed" keeps nothing but the chosen pairs; "full" keeps every pair (for the modes snapkv and
                 full); "both".
+            stored_dtype: how the states are stored: "model" to the bit as the model made them, or smaller and a little
+                wrong as "bfloat16", "int8", "int4" or "fp8" (see ``kv_rag.store.quantise``). Part of what a state is:
+                the same document in another dtype is another state, and questions use the newest one that fits. In
+                memory a state always takes the model's dtype.
             progress: show a progress bar.
-            settings: the method's own settings.
+            settings: the method's own settings, and of the selection ``sinks``, ``recent`` (first and last tokens that
+                every head keeps) and ``minimum`` (pairs that every head keeps at least), see ``selection.Budget``.
 
         Raises:
             EmptyInput, InvalidSetting, UnknownMethod: before any work is done.
@@ -207,15 +225,15 @@ class Engine:
         """
         if retain not in RETAIN:
             raise InvalidSetting(f"retain must be one of {', '.join(RETAIN)}, got {retain!r}")
-        compressor = methods.create(method, settings)
-        if allocation not in ALLOCATIONS:
-            raise InvalidSetting(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
+        compressor = methods.create(method, method_settings(settings))
         wanted = Compression.of(
             method,
             keep=_default_keep(keep, budget, KEEP),
             budget=budget,
             settings={**(settings or {}), **({} if allocation == "uniform" else {"allocation": allocation})},
+            stored_dtype=self._stored_dtype(stored_dtype),
         )
+        Budget.of(wanted)  # refuses settings that are out of range
         batch = [(document, self.model.encode(document.text, template=False)) for document in _documents(documents)]
         for document, token_ids in batch:
             self._check_length(document, token_ids)
@@ -226,6 +244,10 @@ class Engine:
                 bar.set_postfix_str((document.name or document.id)[:24], refresh=False)
                 results.append(self._ingest_one(document, token_ids, compressor, wanted, retain, bar))
         return results
+
+    def _stored_dtype(self, stored_dtype: str) -> str:
+        """The model's own dtype asked for by name is the model's dtype: one state, not two with the same bits."""
+        return MODEL if stored_dtype == str(self.model.dtype).removeprefix("torch.") else stored_dtype
 
     def _check_length(self, document: Document, token_ids: Tensor) -> None:
         header = self.model.header[1].numel()
@@ -240,21 +262,25 @@ class Engine:
         self,
         document: Document,
         token_ids: Tensor,
-        compressor: methods.Method,
+        compressor: methods.AnyMethod,
         wanted: Compression,
         retain: str,
         bar: Any,
     ) -> Ingested:
         started = time.perf_counter()
-        targets = {"compressed": [wanted], "full": [Compression.full()], "both": [wanted, Compression.full()]}[retain]
+        whole = Compression.full(wanted.stored_dtype)
+        targets = {"compressed": [wanted], "full": [whole], "both": [wanted, whole]}[retain]
         with self._ingest_lock:
             missing = [target for target in targets if not self.store.has(document.id, target)]
             if missing:
-                full = self._full_state(document, token_ids, bar)
+                watcher = None if wanted not in missing else watcher_for(self.model, document.id, token_ids, compressor)
+                full = self._full_state(document, token_ids, bar, watcher)
                 for target in missing:
-                    state = full if target.is_full else compress(full, compressor, target)
-                    self.store.put(document, state)
+                    state = replace(full, compression=target)
                     if not target.is_full:
+                        state = compress(self.model, full, compressor, target, self._chunk, watcher)
+                    self.store.put(document, state)
+                    if not target.is_full and target.stored_dtype == MODEL:  # others are not yet as they will be read
                         self._resident.hold(state)
             else:
                 bar.update(token_ids.numel())
@@ -271,9 +297,11 @@ class Engine:
         if document.name is not None and self.store.document(document.id).name != document.name:
             self.store.put(document, self.store.get(document.id, stored))
 
-    def _full_state(self, document: Document, token_ids: Tensor, bar: Any) -> DocumentCache:
-        """From the store if it is there: compressing anew needs no forward pass."""
-        if self.store.has(document.id, Compression.full()):
+    def _full_state(
+        self, document: Document, token_ids: Tensor, bar: Any, watcher: methods.AnyWatcher | None
+    ) -> DocumentCache:
+        """From the store if it is there and nobody has to watch it being made."""
+        if watcher is None and self.store.has(document.id, Compression.full()):
             bar.update(token_ids.numel())
             return self.store.get(document.id, Compression.full())
         header = self.model.header[1].numel()
@@ -284,7 +312,7 @@ class Engine:
             bar.update(max(0, done + tokens - header) - max(0, done - header))
             done += tokens
 
-        return prefill(self.model, document.id, token_ids, self._chunk, on_chunk)
+        return prefill(self.model, document.id, token_ids, self._chunk, on_chunk, watcher)
 
     def documents(self) -> list[DocumentRecord]:
         """The store's documents, in order of ingestion."""
@@ -326,6 +354,36 @@ class Engine:
             )
         return MemoryReport(tuple(rows))
 
+    def kept(
+        self, document: str, *, question: str | None = None, keep: float | None = None, method: str | None = None
+    ) -> KeptTokens:
+        """Which tokens of ``document`` stayed in its compressed state, or which SnapKV picks for a ``question``.
+
+        Args:
+            document: id, beginning of an id, name or text.
+            question: what SnapKV is to pick for, from the full state; None looks at the compressed state.
+            keep: with a question, the fraction that SnapKV keeps, default 0.25; else picks among the stored states.
+            method: picks among the stored states.
+
+        """
+        record = self.document(document)
+        name = record.name or record.id
+        if question is None:
+            cache = self._state(record.id, Choice("compressed", keep, method))
+            positions, chosen = kept_in_state(cache), str(cache.compression)
+        elif method is not None:
+            raise InvalidSetting(f"method={method!r} names a compressed state; with a question SnapKV picks: leave one out")
+        else:
+            fraction = SNAPKV_KEEP if keep is None else keep
+            plan = self._plan(self._question_segments(question, record.id, "error"), Choice("snapkv", fraction), "error")
+            composition = compose(
+                self.model, plan.pieces, repair=0.0, reserve=0, chunk=self._chunk, window=plan.pieces[-1].tokens
+            )
+            [(index, cache)] = [(at, piece.cache) for at, piece in enumerate(plan.pieces) if piece.cache and piece.prunable]
+            positions = kept_for_question(composition, index, cache.tokens, fraction)
+            chosen = f"SnapKV for \u201c{question.strip()}\u201d"
+        return KeptTokens(name, chosen, tuple(self.model.token_texts(cache.token_ids.tolist())), positions)
+
     # --- questions ---
 
     def answer(self, question: str, *, documents: str | Sequence[str], **options: Any) -> Answer:
@@ -342,6 +400,7 @@ class Engine:
         method: str | None = None,
         repair: float = REPAIR,
         on_missing: str = "error",
+        snapkv: SnapKV = SNAPKV,
         **generation: Any,
     ) -> AnswerStream:
         """Answers ``question`` from ``documents`` piece by piece.
@@ -358,6 +417,7 @@ class Engine:
                 with several documents; 1.0 equals reading the whole prompt anew.
             on_missing: what to do when the mode needs a state that was not retained: "error", or "prefill" the document
                 for this question (see ``metadata.prefilled``).
+            snapkv: how mode "snapkv" picks pairs: budgets per head or layer, pooling.
             **generation: see ``Generation``.
 
         Raises:
@@ -367,7 +427,7 @@ class Engine:
         """
         started = time.perf_counter()
         segments = self._question_segments(question, documents, on_missing)
-        return self._start(segments, Choice(mode, keep, method), repair, on_missing, generation, started)
+        return self._start(segments, Choice(mode, keep, method), repair, on_missing, snapkv, generation, started)
 
     def likelihood(
         self,
@@ -380,6 +440,7 @@ class Engine:
         method: str | None = None,
         repair: float = REPAIR,
         on_missing: str = "error",
+        snapkv: SnapKV = SNAPKV,
     ) -> Likelihood:
         """How likely the model finds ``answer`` (teacher-forced) where ``stream`` would generate: for evaluations.
 
@@ -395,7 +456,7 @@ class Engine:
         composition = compose(
             self.model, plan.pieces, repair=repair, reserve=room, chunk=self._chunk, window=window
         )
-        state = self._prune(composition, plan.pieces, room) if window else composition.state
+        state = self._prune(composition, plan.pieces, room, snapkv) if window else composition.state
         return answer_likelihood(self.model, composition.logits, state, answer_ids)
 
     def _question_segments(self, question: str, documents: str | Sequence[str], on_missing: str) -> list[Segment]:
@@ -459,6 +520,7 @@ class Engine:
         method: str | None = None,
         repair: float = REPAIR,
         on_missing: str = "prefill",
+        snapkv: SnapKV = SNAPKV,
         force: bool = False,
         **generation: Any,
     ) -> AnswerStream:
@@ -470,7 +532,7 @@ class Engine:
                 DocumentSegment(segment.document_id, segment.text) if isinstance(segment, DocumentSegment) else segment
                 for segment in segments
             ]
-        return self._start(segments, choice, repair, on_missing, generation, started)
+        return self._start(segments, choice, repair, on_missing, snapkv, generation, started)
 
     def _characters(self, document_id: str) -> int | None:
         try:
@@ -504,6 +566,7 @@ class Engine:
         choice: Choice,
         repair: float,
         on_missing: str,
+        snapkv: SnapKV,
         options: Mapping[str, Any],
         started: float,
     ) -> AnswerStream:
@@ -512,6 +575,8 @@ class Engine:
             raise InvalidSetting(f"repair must be a fraction in [0, 1], got {repair!r}")
         if on_missing not in ON_MISSING:
             raise InvalidSetting(f"on_missing must be one of {', '.join(ON_MISSING)}, got {on_missing!r}")
+        if not isinstance(snapkv, SnapKV):
+            raise InvalidSetting(f"snapkv must be a kv_rag.snapkv.SnapKV, got {snapkv!r}")
         try:
             generation = Generation(**options)
         except TypeError as error:
@@ -524,7 +589,7 @@ class Engine:
             "use fewer or shorter documents, or a model with a longer context",
         )  # fmt: skip
         prepared = time.perf_counter() - started
-        return AnswerStream(self._pieces_of_answer(plan, float(repair), generation, prompt_tokens, prepared))
+        return AnswerStream(self._pieces_of_answer(plan, float(repair), snapkv, generation, prompt_tokens, prepared))
 
     def _plan(self, segments: list[Segment], choice: Choice, on_missing: str) -> _Plan:
         pieces: list[Piece] = []
@@ -541,9 +606,10 @@ class Engine:
             modes.add(use.mode)
             try:
                 cache = self._state(segment.document_id, use)
-            except StateMissing as error:
-                # A reference is a hint from a retriever: what it asks for and is not there gives way to prefilling.
-                if on_missing == "error" and segment.choice is None:
+            except (StateMissing, StoreUnreachable) as error:
+                # A reference is a hint from a retriever: what it asks for and is not there gives way to prefilling. So
+                # does a network that fails, whatever was asked for: the store has said so.
+                if on_missing == "error" and segment.choice is None and not isinstance(error, StoreUnreachable):
                     raise
                 token_ids = self._token_ids(segment)
                 pieces.append(Piece(token_ids))
@@ -603,8 +669,22 @@ class Engine:
         compression = fitting[-1]
         return self._resident.get(document_id, compression, lambda: self.store.get(document_id, compression))
 
+    def prefetch(self, documents: Iterable[str], choice: Choice) -> None:
+        """Reads the stored states that ``choice`` needs into memory, so that the next question finds them there.
+
+        Args:
+            documents: ids, names or texts.
+            choice: as a question will ask for them.
+
+        Raises:
+            UnknownDocument, AmbiguousDocument, StateMissing, DamagedState.
+
+        """
+        for reference in documents:
+            self._state(self.store.resolve(reference), choice)
+
     def _pieces_of_answer(
-        self, plan: _Plan, repair: float, generation: Generation, prompt_tokens: int, prepared: float
+        self, plan: _Plan, repair: float, snapkv: SnapKV, generation: Generation, prompt_tokens: int, prepared: float
     ) -> Iterator[str | Answer]:
         started = time.perf_counter() - prepared
         room = min(generation.max_new_tokens, self.model.context - prompt_tokens)
@@ -619,7 +699,7 @@ class Engine:
         assembler = TextAssembler(self.model, generation.stop)
 
         def state_after_first() -> PromptState:
-            state = self._prune(composition, plan.pieces, room) if prunes else composition.state
+            state = self._prune(composition, plan.pieces, room, snapkv) if prunes else composition.state
             composition.state = state  # the full buffers are free to go
             return state
 
@@ -643,7 +723,7 @@ class Engine:
             "stop" if assembler.stopped else picker.finish_reason or "stop",
         ))  # fmt: skip
 
-    def _prune(self, composition: Composition, pieces: list[Piece], room: int) -> PromptState:
+    def _prune(self, composition: Composition, pieces: list[Piece], room: int, settings: SnapKV) -> PromptState:
         ranges = [
             [
                 Range(begin, begin + piece.tokens, piece.keep)
@@ -652,7 +732,7 @@ class Engine:
             ]
             for row in composition.begins
         ]
-        return prune(composition.state, composition.window, ranges, room)
+        return prune(composition.state, composition.window, ranges, room, settings)
 
     def _document_pairs(self, state: PromptState, pieces: list[Piece], prompt_tokens: int) -> int:
         """Pairs of documents in ``state``: all but those of P, text and generated tokens."""

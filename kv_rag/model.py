@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_rag import attention, bundled
-from kv_rag.attention import ForwardPass, Observer
+from kv_rag import attention, bundled, hub
+from kv_rag.attention import ForwardPass
 from kv_rag.errors import ContextOverflow, InvalidSetting, ModelNotFound, UnsupportedModel
+from kv_rag.observation import Observer
 from kv_rag.rotary import angles
 from kv_rag.state import LayerState, PromptState, Slots
 
@@ -51,6 +52,8 @@ class LanguageModel:
         self.inverse_frequencies: Tensor = rotary.inv_freq.detach().float()
         self._embedding: Tensor = model.get_input_embeddings().weight
         self._lock = threading.Lock()
+        # A fast tokenizer keeps split_special_tokens inside: a call in another thread would change it under this one.
+        self._tokenizer_lock = threading.Lock()
         attention.register()
         self.header = self._header()
 
@@ -79,16 +82,18 @@ class LanguageModel:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         chosen = _dtype(dtype, device)
+        # Without a hub only what an earlier download left is looked at: at once, where the hub's client would retry.
+        local = Path(place).exists() or not hub.reachable()
         try:
-            check_supported(AutoConfig.from_pretrained(place))
-            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=chosen)
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            check_supported(AutoConfig.from_pretrained(place, local_files_only=local))
+            model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=chosen, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=local)
         except UnsupportedModel:
             raise
         except (OSError, ValueError) as error:
             raise ModelNotFound(
-                f"cannot load a model from {name!r}: give a folder with config.json, a hub id (needs the network), "
-                f"or bundled:smollm2-135m. transformers says: {str(error).splitlines()[0]}"
+                f"cannot load a model from {name!r}: {_why_not(place, local, error)}; "
+                f"give a folder with config.json, a hub id (needs the network), or bundled:smollm2-135m"
             ) from error
         return cls(model.to(device), tokenizer, system=system)
 
@@ -101,6 +106,11 @@ class LanguageModel:
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
+
+    def output_weight(self, layer: int) -> Tensor:
+        """The output projection of a layer's attention, ``[hidden, heads * head_dim]``."""
+        weight: Tensor = self.model.get_decoder().layers[layer].self_attn.o_proj.weight.detach()
+        return weight
 
     def new_state(self, capacities: Sequence[int]) -> PromptState:
         """Empty buffers with ``capacities[layer]`` slots in each layer."""
@@ -126,7 +136,7 @@ class LanguageModel:
             state: written to in place.
             slots: one for each layer.
             logits: of how many last tokens to compute; 0 leaves the vocabulary projection out.
-            observer: sees queries, keys and values of every layer.
+            observer: sees every layer.
 
         Returns:
             ``[logits, V]`` in the model's dtype, or None.
@@ -202,13 +212,32 @@ class LanguageModel:
         """
         if not text:
             return torch.empty(0, dtype=torch.int64)
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not template, verbose=False).input_ids
+        with self._tokenizer_lock:
+            ids = self.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=not template, verbose=False
+            ).input_ids
         return torch.tensor(ids, dtype=torch.int64)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(
             self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text before it; of a character made of several tokens the last one has it all."""
+        texts: list[str] = []
+        before: list[int] = []
+        waiting: list[int] = []
+        for token in token_ids:
+            waiting.append(token)
+            # After the token before it, because some tokenizers drop the space a text begins with.
+            text = self.decode([*before, *waiting])[len(self.decode(before)) :]
+            if text.endswith("\ufffd"):  # the first bytes of a character
+                texts.append("")
+            else:
+                texts.append(text)
+                before, waiting = waiting, []
+        return texts
 
     @property
     def has_template(self) -> bool:
@@ -232,7 +261,8 @@ class LanguageModel:
 
     def with_beginning(self, token_ids: Tensor, text: str) -> Tensor:
         """``token_ids`` after the tokenizer's beginning-of-text token, where it adds one and ``text`` has none yet."""
-        added = self.tokenizer("a").input_ids
+        with self._tokenizer_lock:
+            added = self.tokenizer("a").input_ids
         bos = self.tokenizer.bos_token_id
         if bos is None or not added or added[0] != bos or text.startswith(self.tokenizer.bos_token):
             return token_ids
@@ -280,6 +310,16 @@ class LanguageModel:
             line = [name, list(weight.shape), int(words.sum(dtype=torch.int64)), words[::step][:64].tolist()]
             digest.update(json.dumps(line).encode())
         return digest.hexdigest()
+
+
+def _why_not(place: str | Path, local: bool, error: Exception) -> str:
+    """One sentence on why nothing could be loaded."""
+    if not Path(place).exists():
+        if Path(place).is_absolute() or str(place).startswith((".", "~")):
+            return "there is no such folder"
+        if local:
+            return f"there is no such folder, the model hub {hub.host()} cannot be reached, and no earlier download has it"
+    return f"transformers says: {str(error).splitlines()[0].rstrip('.')}"
 
 
 def check_supported(config: Any) -> None:

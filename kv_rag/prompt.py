@@ -19,7 +19,7 @@ MODES = ("compressed", "snapkv", "full")
 ANCHOR = 32  # characters; a shorter document is recognised only by a reference or by being named
 
 _REFERENCE = re.compile(
-    r"\[\[kv:(?P<mode>compressed|snapkv|full):(?P<keep>\*|[0-9.]{1,12})(?::(?P<method>[A-Za-z0-9_]{1,64}))?"
+    r"\[\[kv:(?P<mode>compressed|snapkv|full):(?P<keep>\*|[0-9.]{1,12})(?::(?P<method>[A-Za-z0-9_]{1,64}(?::[A-Za-z0-9_]{1,64})?))?"
     r":(?P<digest>[0-9a-f]{32})\]\]"
 )
 

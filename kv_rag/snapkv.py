@@ -16,13 +16,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kv_rag.selection import MINIMUM, pairs_to_keep
+from kv_rag.errors import InvalidSetting
+from kv_rag.scoring import attention_blocks
+from kv_rag.selection import ALLOCATIONS, MINIMUM, choose, finite, pairs_to_keep, pyramid
 from kv_rag.state import LayerState, PromptState
 
-POOL = 5  # positions, as in the paper; benchmarks/snapkv_window.py compares it with others
-POOLING = "max"
 _POOLINGS: dict[str, Any] = {"max": F.max_pool1d, "mean": F.avg_pool1d}
-_BLOCK = 64  # window tokens scored at a time: bounds memory to Q x 64 x S floats
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """How the pairs are picked.
+
+    Args:
+        pool: scores are pooled over so many neighbours, odd; answers are phrases, not single tokens.
+            benchmarks/snapkv_window.py compares it with others.
+        pooling: "max" or "mean".
+        vote: "mean" averages attention over the window's tokens and the query heads of a KV head, as in the paper; "max"
+            takes the most that any of them pays, so that one word of the question can save a pair.
+        allocation: how heads and layers share the pairs, see ``selection.Budget``.
+        minimum: pairs of documents that each head keeps at least.
+
+    Raises:
+        InvalidSetting: unknown allocation or pooling, pool even.
+
+    """
+
+    pool: int = 5
+    pooling: str = "max"
+    vote: str = "max"
+    allocation: str = "model"
+    minimum: int = MINIMUM
+
+    def __post_init__(self) -> None:
+        if self.allocation not in ALLOCATIONS:
+            raise InvalidSetting(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {self.allocation!r}")
+        if self.pooling not in _POOLINGS:
+            raise InvalidSetting(f"pooling must be one of {', '.join(_POOLINGS)}, got {self.pooling!r}")
+        if self.vote not in ("mean", "max"):
+            raise InvalidSetting(f"vote must be 'mean' or 'max', got {self.vote!r}")
+        if not isinstance(self.pool, int) or self.pool < 1 or self.pool % 2 == 0:
+            raise InvalidSetting(f"pool must be an odd number of neighbours, got {self.pool!r}")
 
 
 @dataclass(frozen=True)
@@ -34,67 +68,81 @@ class Range:
     keep: float
 
 
-def window_attention(queries: Tensor, layer: LayerState) -> Tensor:
-    """Mean attention of the window to every slot, averaged over window tokens and the query heads of each KV head.
+def window_attention(queries: Tensor, layer: LayerState, vote: str = "mean") -> Tensor:
+    """Attention of the window to every slot: the mean or the most over its tokens and the query heads of a KV head.
 
     Args:
         queries: ``[Q, W, D]`` rotated; they belong to the layer's last W slots in use.
         layer: with the window's own pairs written.
+        vote: "mean" or "max".
 
     Returns:
-        ``[H, S]`` float32, S the slots in use; rows sum to 1.
+        ``[H, S]`` float32, S the slots in use; with "mean" rows sum to 1.
 
     """
-    heads, group = layer.keys.shape[0], queries.shape[0] // layer.keys.shape[0]
-    window, dim = queries.shape[1:]
-    slots = layer.length
-    keys = layer.keys[:, :slots]
-    every_slot = torch.arange(slots, device=keys.device)
-    total = torch.zeros(heads, slots, dtype=torch.float32, device=keys.device)
-    for begin in range(0, window, _BLOCK):
-        block = queries[:, begin : begin + _BLOCK]
-        size = block.shape[1]
-        own = torch.arange(slots - window + begin, slots - window + begin + size, device=keys.device)
-        folded = block.reshape(heads, group * size, dim) * dim**-0.5
-        logits = torch.matmul(folded, keys.transpose(1, 2)).float()
-        logits.view(heads, group, size, slots).masked_fill_(every_slot > own[:, None], -torch.inf)
-        if layer.empty is not None:
-            logits.masked_fill_(layer.empty[:, None, :slots], -torch.inf)
-        total += logits.softmax(dim=-1).sum(dim=1)
-    return total / (group * window)
+    window, slots = queries.shape[1], layer.length
+    visible = torch.arange(slots - window + 1, slots + 1, device=queries.device)
+    empty = None if layer.empty is None else layer.empty[:, :slots]
+    total = torch.zeros(layer.keys.shape[0], slots, dtype=torch.float32, device=queries.device)
+    for _, weights in attention_blocks(queries, layer.keys[:, :slots], visible, queries.shape[-1] ** -0.5, empty):
+        if vote == "max":
+            total = torch.maximum(total, weights.amax(dim=(1, 2)))
+        else:
+            total += weights.sum(dim=2).mean(dim=1) / window
+    return total
 
 
-def select(attention: Tensor, ranges: list[Range], pool: int = POOL, pooling: str = POOLING) -> Tensor:
-    """Slots that stay: everything outside ``ranges``, and of those together the best ``keep``.
-
-    Documents share one budget, the sum of theirs: a question is mostly about one of them.
+def slot_scores(attention: Tensor, ranges: list[Range], settings: SnapKV) -> tuple[Tensor, int, int]:
+    """What each slot is worth.
 
     Args:
         attention: ``[H, S]`` float32.
-        ranges: slots that may be dropped, apart from each other.
-        pool: scores are pooled over so many neighbours, odd; answers are phrases, not single tokens.
-        pooling: "max" or "mean".
+        ranges: slots that may be dropped, apart from each other. Documents share one budget, the sum of theirs: a
+            question is mostly about one of them.
+        settings: see ``SnapKV``.
 
     Returns:
-        ``[H, K]`` int64, ascending in each head; ties won by the earlier slot.
+        ``[H, S]`` float32, +inf outside ``ranges``; how many slots lie in ranges; and how many of those may stay.
 
     """
-    slots = attention.shape[-1]
     scores = torch.full_like(attention, torch.inf)
     droppable = kept = 0
     for part in ranges:
         inside = attention[:, part.begin : part.end]
-        pooled = _POOLINGS[pooling](inside[None], pool, stride=1, padding=pool // 2)[0]
-        scores[:, part.begin : part.end] = pooled
+        pooled = _POOLINGS[settings.pooling](inside[None], settings.pool, stride=1, padding=settings.pool // 2)[0]
+        scores[:, part.begin : part.end] = finite(pooled)
         tokens = part.end - part.begin
         droppable += tokens
-        kept += pairs_to_keep(tokens, part.keep, None, MINIMUM)
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return order[:, : slots - droppable + kept].sort(dim=-1).values
+        kept += pairs_to_keep(tokens, part.keep, None, settings.minimum)
+    return scores, droppable, kept
+
+
+def select(attention: list[Tensor], ranges: list[list[Range]], settings: SnapKV) -> list[list[Tensor]]:
+    """Slots that stay: everything outside ``ranges``, and of those together the best.
+
+    Args:
+        attention: for each layer ``[H, S]`` float32.
+        ranges: for each layer, which slots may be dropped.
+        settings: see ``SnapKV``.
+
+    Returns:
+        for each layer and head ``[K]`` int64, ascending; ties won by the earlier slot.
+
+    """
+    scores, certain, kept = [], [], []
+    for layer, parts in zip(attention, ranges, strict=True):
+        layer_scores, droppable, count = slot_scores(layer, parts, settings)
+        scores.append(layer_scores)
+        certain.append(layer.shape[1] - droppable)
+        kept.append(count)
+    if settings.allocation == "pyramid":
+        kept = pyramid(kept[0], len(kept), attention[0].shape[1] - certain[0], settings.minimum)
+    counts = [sure + count for sure, count in zip(certain, kept, strict=True)]
+    return choose(scores, counts, settings.allocation, certain, settings.minimum)
 
 
 def prune(
-    state: PromptState, window: list[Tensor], ranges: list[list[Range]], reserve: int, pool: int = POOL
+    state: PromptState, window: list[Tensor], ranges: list[list[Range]], reserve: int, settings: SnapKV
 ) -> PromptState:
     """A new state with the pairs the window attends to.
 
@@ -103,10 +151,12 @@ def prune(
         window: one ``[Q, W, D]`` for each layer.
         ranges: for each layer, which slots may be dropped.
         reserve: slots to leave for generated tokens.
+        settings: see ``SnapKV``.
 
     """
-    layers = []
-    for layer, queries, droppable in zip(state.layers, window, ranges, strict=True):
-        slots = select(window_attention(queries, layer), droppable, pool)
-        layers.append(layer.keep_only(slots, reserve))
+    attention = [
+        window_attention(queries, layer, settings.vote) for queries, layer in zip(window, state.layers, strict=True)
+    ]
+    kept = select(attention, ranges, settings)
+    layers = [layer.keep_only(slots, reserve) for layer, slots in zip(state.layers, kept, strict=True)]
     return PromptState(layers, state.tokens)

@@ -48,17 +48,27 @@ class LayerState:
             self.values.index_copy_(1, slots.index, values)
         self.length = max(self.length, slots.end)
 
-    def keep_only(self, slots: Tensor, reserve: int) -> LayerState:
-        """A new layer with only ``slots`` ``[H, K]`` (ascending in each head) and room for ``reserve`` more."""
-        heads, kept = slots.shape
-        pruned = LayerState.allocate(heads, kept + reserve, self.keys.shape[-1], self.keys)
-        rows = slots[:, :, None].expand(-1, -1, self.keys.shape[-1])
-        pruned.keys[:, :kept] = self.keys.gather(1, rows)
-        pruned.values[:, :kept] = self.values.gather(1, rows)
-        pruned.length = kept
-        if self.empty is not None:
-            pruned.empty = torch.zeros(heads, kept + reserve, dtype=torch.bool, device=slots.device)
-            pruned.empty[:, :kept] = self.empty.gather(1, slots)
+    def keep_only(self, slots: list[Tensor], reserve: int) -> LayerState:
+        """A new layer with only ``slots`` (one ``[K]`` a head, ascending) and room for ``reserve`` more.
+
+        Heads with fewer slots than the longest have empty ones before theirs.
+        """
+        heads, longest = len(slots), max(part.numel() for part in slots)
+        pruned = LayerState.allocate(heads, longest + reserve, self.keys.shape[-1], self.keys)
+        pruned.length = longest
+        if self.empty is not None or any(part.numel() < longest for part in slots):
+            pruned.empty = torch.zeros(heads, longest + reserve, dtype=torch.bool, device=self.keys.device)
+        for head, kept in enumerate(slots):
+            first = longest - kept.numel()
+            pruned.keys[head, first:longest] = self.keys[head].index_select(0, kept)
+            pruned.values[head, first:longest] = self.values[head].index_select(0, kept)
+            if pruned.empty is not None:
+                # Empty slots are masked, but a NaN in memory that was never written would still spoil the sum.
+                pruned.keys[head, :first] = 0
+                pruned.values[head, :first] = 0
+                pruned.empty[head, :first] = True
+                if self.empty is not None:
+                    pruned.empty[head, first:longest] = self.empty[head].index_select(0, kept)
         return pruned
 
 

@@ -324,7 +324,7 @@ def test_keep_out_of_range_is_refused_before_any_work(engine: Engine, keep: Any)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "nope"}, UnknownMethod, "keydiff, knorm, random, streaming"),
+        ({"method": "nope"}, UnknownMethod, "keydiff, keydiff_attention, knorm"),
         ({"method": "snapkv"}, UnknownMethod, "mode='snapkv'"),
         ({"budget": 0}, InvalidSetting, "at least 1"),
         ({"keep": 0.5, "budget": 5}, InvalidSetting, "either keep"),

@@ -14,7 +14,7 @@ from kv_rag.document import Compression, DocumentCache, LayerPairs
 from kv_rag.generation import decode_step
 from kv_rag.ingest import compress, prefill, prefill_header
 from kv_rag.model import LanguageModel
-from kv_rag.snapkv import Range, prune, select, window_attention
+from kv_rag.snapkv import Range, SnapKV, prune, select, window_attention
 from kv_rag.state import PromptState
 from tests.conftest import text_of, tiny_model, tiny_tokenizer
 
@@ -156,7 +156,7 @@ def test_chunked_prefill_equals_one_pass(tiny: LanguageModel) -> None:
 @pytest.mark.parametrize("method", sorted(methods.METHODS))
 def test_keep_one_equals_full_for_every_method(tiny: LanguageModel, method: str) -> None:
     documents = Documents(tiny)
-    kept = compress(documents.full[0], methods.create(method), Compression.of(method, keep=1.0))
+    kept = compress(tiny, documents.full[0], methods.create(method), Compression.of(method, keep=1.0), 64)
     for one, other in zip(kept.layers, documents.full[0].layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.positions, other.positions)
@@ -197,7 +197,7 @@ def causal(tokens: int) -> Tensor:
 def test_pruned_decoding_equals_a_plain_forward_that_masks_the_dropped_pairs(tiny: LanguageModel) -> None:
     documents = Documents(tiny)
     compression = Compression.of("random", keep=0.3)
-    pruned = compress(documents.full[0], methods.create("random"), compression)
+    pruned = compress(tiny, documents.full[0], methods.create("random"), compression, 64)
     pieces = documents.one(pruned)
     composed = compose(tiny, pieces, repair=0, reserve=5, chunk=16)
     ids, begin = token_ids(pieces), documents.header.tokens
@@ -225,7 +225,7 @@ def snapkv_state(documents: Documents, pieces: list[Piece], reserve: int) -> tup
         [Range(at, at + piece.tokens, 0.2) for at, piece in zip(row, pieces, strict=True) if piece.prunable]
         for row in composed.begins
     ]
-    return composed, prune(composed.state, composed.window, ranges, reserve), ranges
+    return composed, prune(composed.state, composed.window, ranges, reserve, SnapKV()), ranges
 
 
 def test_first_token_of_snapkv_is_that_of_full(tiny: LanguageModel) -> None:
@@ -241,7 +241,7 @@ def test_snapkv_at_keep_one_generates_what_full_generates(tiny: LanguageModel) -
     composed = compose(tiny, pieces, repair=0, reserve=6, chunk=16, window=pieces[-1].tokens)
     begin = composed.begins[0][1]
     ranges = [[Range(begin, begin + pieces[1].tokens, 1.0)]] * tiny.layers
-    state = prune(composed.state, composed.window, ranges, 6)
+    state = prune(composed.state, composed.window, ranges, 6, SnapKV())
     assert greedy(tiny, composed.logits, state, 6) == plain_greedy(tiny, token_ids(pieces), 6)
 
 
@@ -252,10 +252,16 @@ def test_question_over_the_stored_state_keeps_the_pairs_that_a_joint_prefill_wou
     composed, _, ranges = snapkv_state(documents, pieces, 0)
     whole = [Piece(token_ids(pieces))]
     joint = compose(tiny, whole, repair=0, reserve=0, chunk=4096, window=pieces[-1].tokens)
-    for index, droppable in enumerate(ranges):
-        ours = select(window_attention(composed.window[index], composed.state.layers[index]), droppable)
-        theirs = select(window_attention(joint.window[index], joint.state.layers[index]), droppable)
-        assert torch.equal(ours, theirs)
+    ours, theirs = (
+        select(
+            [window_attention(q, layer, "max") for q, layer in zip(one.window, one.state.layers, strict=True)],
+            ranges,
+            SnapKV(),
+        )
+        for one in (composed, joint)
+    )
+    for layer, expected in zip(ours, theirs, strict=True):
+        assert all(torch.equal(head, other) for head, other in zip(layer, expected, strict=True))
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ import kv_rag
 
 ROOT = Path(kv_rag.__file__).parent
 LAYERS = [
-    {"errors"}, {"document"}, {"rotary", "selection"}, {"state", "methods"}, {"attention"}, {"bundled"}, {"model"},
-    {"store"}, {"prompt"}, {"snapkv", "compose", "likelihood"}, {"answer", "ingest", "memory", "resident", "generation"},
-    {"engine"}, {"__init__"}, {"textfiles", "search"}, {"demo", "cli"},
+    {"errors", "html", "hub"}, {"document"}, {"rotary", "selection", "scoring"}, {"state"}, {"observation"}, {"methods"},
+    {"attention"}, {"bundled"}, {"model"}, {"store"}, {"prompt"}, {"snapkv", "compose", "likelihood"},
+    {"answer", "ingest", "memory", "resident", "generation", "kept"},
+    {"engine"}, {"plot"}, {"__init__"}, {"textfiles", "search"}, {"demo"}, {"evaluation"}, {"cli"},
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 

@@ -11,25 +11,69 @@ from collections.abc import Mapping
 
 from kv_rag.document import Scalar
 from kv_rag.errors import InvalidSetting, UnknownMethod
-from kv_rag.methods.base import LayerStates, Method
+from kv_rag.methods import peers
+from kv_rag.methods.base import (
+    AnyMethod,
+    AnyWatcher,
+    LayerStates,
+    Method,
+    ModelWatcher,
+    PrefillMethod,
+    Reading,
+    ReplayMethod,
+    Watcher,
+)
+from kv_rag.methods.blend import Blend
+from kv_rag.methods.compactor import Compactor
+from kv_rag.methods.critical import Critical
+from kv_rag.methods.expected import ExpectedAttention
+from kv_rag.methods.h2o import H2O
 from kv_rag.methods.keydiff import KeyDiff
+from kv_rag.methods.keydiff_attention import KeyDiffAttention
 from kv_rag.methods.knorm import KNorm
+from kv_rag.methods.kvzip import KVzip
+from kv_rag.methods.lagkv import LagKV
 from kv_rag.methods.random import Random
+from kv_rag.methods.scissorhands import Scissorhands
 from kv_rag.methods.streaming import Streaming
+from kv_rag.methods.tova import Tova
 
-METHODS: dict[str, type[Method]] = {
+METHODS: dict[str, type[AnyMethod]] = {
+    "blend": Blend,
+    "compactor": Compactor,
+    "critical": Critical,
+    "expected": ExpectedAttention,
+    "h2o": H2O,
     "keydiff": KeyDiff,
+    "keydiff_attention": KeyDiffAttention,
     "knorm": KNorm,
+    "kvzip": KVzip,
+    "lagkv": LagKV,
     "random": Random,
+    "scissorhands": Scissorhands,
     "streaming": Streaming,
+    "tova": Tova,
 }
 
-_QUERY_AWARE = {"snapkv", "snap_kv", "pyramidkv", "adakv", "tova_question"}
+_QUERY_AWARE = {"snapkv", "snap_kv", "pyramidkv", "adakv", "tova_question", "tova-question"}
 
-__all__ = ["METHODS", "LayerStates", "Method", "create", "register"]
+__all__ = [
+    "METHODS",
+    "AnyMethod",
+    "AnyWatcher",
+    "LayerStates",
+    "Method",
+    "ModelWatcher",
+    "PrefillMethod",
+    "Reading",
+    "ReplayMethod",
+    "Watcher",
+    "create",
+    "register",
+]
 
 
-def create(name: str, settings: Mapping[str, Scalar] | None = None) -> Method:
+def create(name: str, settings: Mapping[str, Scalar] | None = None) -> AnyMethod:
     """The method called ``name`` with its own ``settings``.
 
     Raises:
@@ -42,6 +86,8 @@ def create(name: str, settings: Mapping[str, Scalar] | None = None) -> Method:
             f"{name!r} may not be an ingest method: it ranks pairs by a question, and at ingest there is none. A cache "
             f"pruned for one question is useless for the next. Use mode='snapkv' when asking, with retain='full' or 'both'."
         )
+    if name.startswith(peers.PREFIX):
+        return peers.create(name, dict(settings or {}))
     if name not in METHODS:
         raise UnknownMethod(f"no compression method {name!r}; there are: {', '.join(sorted(METHODS))}")
     method = METHODS[name]
@@ -53,7 +99,7 @@ def create(name: str, settings: Mapping[str, Scalar] | None = None) -> Method:
     return method(**(settings or {}))
 
 
-def register(name: str, method: type[Method]) -> None:
+def register(name: str, method: type[AnyMethod]) -> None:
     """Adds a method of your own under ``name`` for this process.
 
     Raises:

@@ -23,7 +23,7 @@ class Random:
     seed: int = 0
 
     def score(self, states: LayerStates) -> Tensor:
-        text = f"{self.seed}/{states.layer}/{states.seed_text}"
+        text = f"{self.seed}/{states.layer}/{states.reading.document_id}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
         return torch.rand(states.keys.shape[:2], generator=generator).to(states.keys.device)

@@ -1,0 +1,1 @@
+"""Fair comparisons of compression methods: ``kv-rag bench``."""

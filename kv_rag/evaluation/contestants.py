@@ -1,0 +1,145 @@
+"""What is compared: methods with their settings, and what only an evaluation may do with them.
+
+SnapKV comes twice. ``snapkv`` is what the product offers: the full state is kept and every question picks its own pairs,
+so its bytes are those of the full state. ``snapkv-window`` compresses with SnapKV's window at the end of what was read: the
+document's end, where no question is in sight, or the question itself (protocol context+task). The product refuses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kv_rag import methods
+from kv_rag.document import Scalar
+from kv_rag.errors import InvalidSetting
+from kv_rag.methods import AnyMethod, LayerStates, Reading, Watcher, peers
+from kv_rag.methods.attention import document_attention
+from kv_rag.observation import LayerStep
+from kv_rag.selection import Budget, method_settings
+from kv_rag.snapkv import SnapKV
+
+PER_QUERY = "snapkv"
+WINDOW = "snapkv-window"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method as it was asked for.
+
+    Attributes:
+        label: what was written, for tables.
+        name: of the method.
+        allocation: see ``selection.Budget``.
+        settings: of the method and of the selection.
+
+    """
+
+    label: str
+    name: str
+    allocation: str
+    settings: tuple[tuple[str, Scalar], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Contestant:
+        """``NAME[/ALLOCATION][,SETTING=VALUE…]``: ``kvzip/model``, ``h2o,normalise=false``.
+
+        Raises:
+            UnknownMethod, InvalidSetting: as the product does, but that evaluate-only methods are allowed.
+
+        """
+        place, *pairs = text.split(",")
+        name, _, allocation = place.partition("/")
+        settings: dict[str, Scalar] = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise InvalidSetting(f"{text!r}: a setting is written name=value, got {pair!r}")
+            settings[key] = _scalar(value)
+        contestant = cls(text, name, allocation or "uniform", tuple(sorted(settings.items())))
+        contestant.budget(1.0)
+        if contestant.is_per_query:
+            contestant.snapkv()
+        else:
+            contestant.method()
+        return contestant
+
+    @property
+    def is_per_query(self) -> bool:
+        return self.name == PER_QUERY
+
+    def budget(self, keep: float) -> Budget:
+        chosen = {key: value for key, value in self.settings if key not in method_settings(dict(self.settings))}
+        return Budget(keep, allocation=self.allocation, **chosen)  # type: ignore[arg-type]
+
+    def method(self) -> AnyMethod:
+        """The method, evaluate-only ones included."""
+        own = method_settings(dict(self.settings))
+        if self.name == WINDOW:
+            return SnapKVWindow(**own)  # type: ignore[arg-type]
+        if self.name.startswith(peers.PREFIX):
+            return peers.create(self.name, own, evaluate_only=True)
+        return methods.create(self.name, own)
+
+    def snapkv(self) -> SnapKV:
+        """Settings of the per-query mode."""
+        try:
+            return SnapKV(allocation=self.allocation, **dict(self.settings))  # type: ignore[arg-type]
+        except TypeError as error:
+            raise InvalidSetting(f"{self.label!r}: {str(error).split('__init__() ')[-1]}") from None
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class SnapKVWindow:
+    """SnapKV (arXiv 2404.14469) as an ingest method, for evaluations alone: the last ``window`` tokens that were read vote.
+
+    Args:
+        window: tokens.
+        pool: neighbours over which the maximum is taken, odd.
+
+    """
+
+    window: int = 64
+    pool: int = 5
+
+    def watch(self, reading: Reading) -> Watcher:
+        return _Voted(self, reading)
+
+
+class _Voted:
+    def __init__(self, settings: SnapKVWindow, reading: Reading) -> None:
+        self._settings, self._reading = settings, reading
+        self._sums: list[Tensor | None] = [None] * reading.layers
+
+    def observe(self, step: LayerStep) -> None:
+        reading = self._reading
+        first = reading.before + max(0, reading.tokens - self._settings.window)  # slot of the first voting token
+        if step.slots.end <= first:
+            return
+        sums = self._sums[step.layer]
+        if sums is None:
+            sums = torch.zeros(reading.kv_heads, reading.tokens, device=step.queries.device)
+            self._sums[step.layer] = sums
+        for visible, weights in document_attention(step, reading.before, reading.tokens):
+            sums[:, : weights.shape[-1]] += weights[:, :, visible > first].sum(dim=2).mean(dim=1)
+
+    def score(self, states: LayerStates) -> Tensor:
+        sums = self._sums[states.layer]
+        assert sums is not None
+        pooled = F.max_pool1d(sums[None], self._settings.pool, stride=1, padding=self._settings.pool // 2)[0]
+        pooled[:, -self._settings.window :] = torch.inf  # the window itself stays, as in the paper
+        return pooled
