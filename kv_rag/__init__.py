@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kv_rag.engine import Engine, Ingested
     from kv_rag.errors import KVRagError
     from kv_rag.generation import Generation
+    from kv_rag.kept import KeptTokens
     from kv_rag.memory import MemoryReport
     from kv_rag.prompt import Choice, strip_references, with_reference
 
@@ -28,6 +29,7 @@ __all__ = [
     "Generation",
     "Ingested",
     "KVRagError",
+    "KeptTokens",
     "MemoryReport",
     "Prefilled",
     "strip_references",
@@ -46,6 +48,7 @@ _MODULES = {
     "Ingested": "engine",
     "KVRagError": "errors",
     "Generation": "generation",
+    "KeptTokens": "kept",
     "MemoryReport": "memory",
     "Choice": "prompt",
     "strip_references": "prompt",

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kv_rag import html
+
 
 @dataclass(frozen=True)
 class Prefilled:
@@ -57,6 +59,18 @@ class AnswerMetadata:
         """Plain numbers, strings, lists: safe for JSON."""
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        speed = f", then {1 / self.seconds_per_token:.1f} tokens a second" if self.seconds_per_token else ""
+        rows = [
+            ("mode", self.mode if not self.repair else f"{self.mode}, repair {self.repair:g}"),
+            ("first token", f"after {self.seconds_to_first_token:.2f} s{speed}"),
+            ("prompt", f"{self.prompt_tokens:,} tokens, {self.cached_tokens:,} of them from stored states"),
+            ("pairs", f"{self.pairs_kept:,} of {self.pairs_full:,} ({html.share(self.pairs_kept, self.pairs_full)})"),
+            ("resident", html.size(self.resident_bytes)),
+            ("answer", f"{self.generated_tokens} tokens, {_ENDS.get(self.finish_reason, self.finish_reason)}"),
+        ]
+        return html.facts(rows if self.documents else [row for row in rows if row[0] not in ("pairs", "resident")])
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -67,6 +81,12 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        return html.paragraph(self.text) + self.metadata._repr_html_()
+
+
+_ENDS = {"stop": "ended by itself", "length": "cut at the most it may have", "closed": "stopped from outside"}
 
 
 class AnswerStream(Iterator[str]):

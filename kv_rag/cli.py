@@ -6,6 +6,7 @@ torch and transformers take seconds to import, so whatever needs them is importe
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from rich.filesize import decimal
 from typer.core import TyperGroup
 
 from kv_rag.errors import ContextOverflow, EmptyInput, KVRagError, UnknownDocument
+from kv_rag.evaluation.commands import bench
 
 if TYPE_CHECKING:
     from kv_rag import Answer, Engine, Ingested
-    from kv_rag.store import DocumentRecord, LocalStore
+    from kv_rag.store import DocumentRecord
+    from kv_rag.store import Store as AnyStore
     from kv_rag.textfiles import LeftOut
 
 SHORT_ID = 12  # digits shown; any 6 or more that fit one document name it
@@ -36,12 +39,31 @@ class Mode(str, Enum):
     full = "full"
 
 
+class Allocation(str, Enum):
+    """How the heads of a document share its pairs."""
+
+    uniform = "uniform"
+    heads = "heads"
+    model = "model"
+    pyramid = "pyramid"
+
+
 class Retain(str, Enum):
     """Which states ingest stores."""
 
     both = "both"
     compressed = "compressed"
     full = "full"
+
+
+class StoredDtype(str, Enum):
+    """How many bits a stored state has for a number."""
+
+    model = "model"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
 
 
 class OnMissing(str, Enum):
@@ -65,17 +87,17 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Read documents once, keep their KV state on disk, answer every later question from it.",
+    epilog='First steps: kv-rag ingest FOLDER, then kv-rag ask "a question". kv-rag COMMAND --help has an example of each.',
 )
 
-Store = Annotated[Path, typer.Option(help="Folder of the document states.")]
+Store = Annotated[str, typer.Option(help="Folder of the document states, or a URL such as s3://bucket/prefix.")]
 Model = Annotated[str, typer.Option(help="bundled:NAME, a folder, or a hub id. A store belongs to one model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOC", help="Name, id, or the beginning of an id.")]
-STORE, MODEL = Path("./kv"), "bundled:smollm2-135m"
+STORE, MODEL = "./kv", "bundled:smollm2-135m"
 
 
 @app.command(epilog="Example: kv-rag ingest notes/ manual.md --keep 0.25 --retain both")
@@ -83,16 +105,26 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Text or Markdown files, or folders of them.")],
     store: Store = STORE,
     model: Model = MODEL,
-    method: Annotated[str | None, typer.Option(help="Compression method: keydiff, knorm, streaming, random.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Compression method, default keydiff. A name that does not exist lists all.")
+    ] = None,
     keep: Annotated[float | None, typer.Option(help="Fraction of the pairs to keep, in (0, 1]. Default 0.25.")] = None,
     budget: Annotated[int | None, typer.Option(help="Pairs per head to keep, instead of --keep.")] = None,
+    allocation: Annotated[
+        Allocation, typer.Option(help="The same number of pairs in every head, or shared by the heads.")
+    ] = Allocation.uniform,
     retain: Annotated[Retain, typer.Option(help="States to store; modes snapkv and full need the full one.")] = Retain.both,
+    stored_dtype: Annotated[
+        StoredDtype, typer.Option(help="As the model made them, or in fewer bits and a little wrong.")
+    ] = StoredDtype.model,
     as_json: Json = False,
 ) -> None:
     """Read documents and store their states. What is stored already costs nothing."""
     from kv_rag.textfiles import read_documents
 
-    settings = _ingest_settings(method, keep, budget)
+    settings = {
+        **_ingest_settings(method, keep, budget), "allocation": allocation.value, "stored_dtype": stored_dtype.value
+    }  # fmt: skip
     documents, left_out = read_documents(paths)
     for item in left_out:
         _complain(f"{'cannot ingest' if item.missing else 'skipped'} {item.path}: {item.why}")
@@ -144,7 +176,7 @@ def ask(
         raise EmptyInput("the question is empty")
     Choice(mode.value, keep, method)  # refused here rather than after the model is loaded
     chosen = _choose(store, question, doc or [], top_k)
-    options = {} if repair is None else {"repair": repair}
+    options: dict[str, Any] = {} if repair is None else {"repair": repair}
     with _engine(model, store) as engine:
         stream = engine.stream(
             question, documents=[record.id for record in chosen], mode=mode.value, keep=keep, method=method,
@@ -234,6 +266,9 @@ def verify(store: Store = STORE, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+app.add_typer(bench, name="bench")
+
+
 def main() -> None:
     """Entry point of ``kv-rag``."""
     app(prog_name="kv-rag")
@@ -242,10 +277,16 @@ def main() -> None:
 # --- opening ---
 
 
-def _engine(model: str, store: Path) -> Engine:
-    from kv_rag import Engine
+def _engine(model: str, store: str) -> Engine:
+    from kv_rag import Engine, bundled
 
     _quiet_transformers()
+    name = model.removeprefix(bundled.PREFIX)
+    if model.startswith(bundled.PREFIX) and name in bundled.BUNDLED and not bundled.is_unpacked(name):
+        _complain(
+            f"welcome; {model} is used for the first time: its weights are unpacked to {bundled.cache_folder()}, once, "
+            "in under a minute"
+        )
     return Engine.from_pretrained(model, store=store)
 
 
@@ -261,21 +302,21 @@ def _quiet_transformers() -> None:
 
 
 @contextmanager
-def _opened(folder: Path, *, writing: bool = False) -> Iterator[LocalStore]:
+def _opened(folder: str, *, writing: bool = False) -> Iterator[AnyStore]:
     """A store without its model, whatever model wrote it."""
-    from kv_rag.store import LocalStore
+    from kv_rag.store import open_store
 
-    store = LocalStore(folder, None, read_only=True)  # refuses a folder without a store, where writing would make one
+    store = open_store(folder, None, read_only=True)  # refuses a folder without a store, where writing would make one
     if writing:
         store.close()
-        store = LocalStore(folder, None)
+        store = open_store(folder, None)
     try:
         yield store
     finally:
         store.close()
 
 
-def _choose(folder: Path, question: str, named: list[str], top_k: int) -> list[DocumentRecord]:
+def _choose(folder: str, question: str, named: list[str], top_k: int) -> list[DocumentRecord]:
     """The documents to answer from: the named ones, or those that BM25 ranks highest."""
     from kv_rag.search import rank
 
@@ -310,7 +351,28 @@ def _ingest_settings(method: str | None, keep: float | None, budget: int | None)
 
 
 def _complain(message: str) -> None:
-    typer.echo(f"kv-rag: {' '.join(message.split())}", err=True)
+    typer.echo(f"kv-rag: {' '.join(_in_options(message).split())}", err=True)
+
+
+# Errors speak of Python; here people type options. What a store holds is left as it is.
+_PYTHON = re.compile(
+    r"the store holds [^;]*"
+    r"|engine\.ingest\(text, (?P<call>[^)]*)\)"
+    r"|\b(?P<name>keep|budget|mode|method|retain|on_missing|repair|allocation)=(?P<value>'[^']*'|[\w.…]+)"
+)
+
+
+def _in_options(message: str) -> str:
+    """``message`` with ``keep=0.25`` as ``--keep 0.25``, ``engine.ingest(text, …)`` as the command."""
+
+    def option(match: re.Match[str]) -> str:
+        if match["call"]:
+            return f"kv-rag ingest PATH {_in_options(match['call']).replace(',', '').replace(chr(39), '')}"
+        if match["name"]:
+            return f"--{match['name'].replace('_', '-')} {match['value'].strip(chr(39))}"
+        return match[0]
+
+    return _PYTHON.sub(option, message)
 
 
 def _print_json(**content: Any) -> None:

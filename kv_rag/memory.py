@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_rag import html
+
 
 @dataclass(frozen=True)
 class StateMemory:
@@ -44,3 +46,17 @@ class MemoryReport:
     @property
     def bytes_on_disk(self) -> int:
         return sum(document.bytes_on_disk for document in self.documents)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (document.name or document.id[:12], state.compression, f"{document.tokens:,}", f"{state.pairs:,}",
+             html.share(state.pairs, state.full_pairs), html.size(state.nbytes), html.size(state.bytes_on_disk))
+            for document in self.documents
+            for state in document.states
+        ]  # fmt: skip
+        headings = ("document", "state", "tokens", "pairs", "kept", "in memory when used", "on disk")
+        total = (
+            f"{len(self.documents)} documents, {html.size(self.bytes_on_disk)} on disk, "
+            f"{html.size(self.resident_bytes)} resident now"
+        )
+        return html.caption(total) + html.table(headings, rows, left=2)

@@ -15,8 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kv_rag
-from kv_rag import cli
+from kv_rag import cli, hub
+from kv_rag.errors import KVRagError
 from kv_rag.search import rank
+from kv_rag.selection import ALLOCATIONS
 from kv_rag.textfiles import read_documents
 from tests.conftest import text_of, tiny_model, tiny_tokenizer
 
@@ -124,8 +126,8 @@ def test_nothing_to_ingest_is_an_error(run: Run, work: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--keep", "25"], "budget=25"),
-        (["--method", "snapkv"], "mode='snapkv'"),
+        (["--keep", "25"], "--budget 25"),
+        (["--method", "snapkv"], "--mode snapkv"),
         (["--keep", "1", "--budget", "9"], "either"),
     ],
 )
@@ -133,6 +135,15 @@ def test_a_setting_out_of_range_is_one_line_and_status_1(run: Run, options: list
     result = run("ingest", "manual.md", *options)
     assert result.exit_code == 1
     assert message in result.stderr and result.stderr.count("\n") == 1 and not Path("kv").exists()
+
+
+def test_ingest_shares_pairs_between_heads_when_asked_to(run: Run) -> None:
+    run("ingest", "manual.md", "--allocation", "heads")
+    assert "allocation=heads" in run("show", "manual.md").stdout
+
+
+def test_every_allocation_is_an_option() -> None:
+    assert tuple(allocation.value for allocation in cli.Allocation) == ALLOCATIONS
 
 
 # --- ask ---
@@ -169,7 +180,7 @@ def test_ask_in_json_prints_the_same_answer(ingested: Run) -> None:
         (["ask", "Xylophone?"], "name one with --doc"),
         (["ask", "What?", "--doc", "nobody.md"], "no document 'nobody.md'"),
         (["ask", "What?", "--doc", "manual.md", "--doc", "manual.md"], "given twice"),
-        (["ask", "What?", "--doc", "manual.md", "--keep", "0.7"], "on_missing='prefill'"),
+        (["ask", "What?", "--doc", "manual.md", "--keep", "0.7"], "--on-missing prefill"),
         (["ask", "What?", "--doc", "manual.md", "--keep", "0"], "keep must be"),
         (["ask", "What?", "--store", "elsewhere"], "there is no store in"),
         (["show", "nobody.md"], "no document 'nobody.md'"),
@@ -191,6 +202,36 @@ def test_a_state_that_was_not_stored_is_read_for_this_question_when_asked_to(run
     asked = ("ask", "Which oil?", "--mode", "full", "--max-new-tokens", "4")
     assert run(*asked).exit_code == 1
     assert run(*asked, "--on-missing", "prefill").exit_code == 0
+
+
+def test_a_missing_state_is_told_in_options(run: Run) -> None:
+    run("ingest", "manual.md", "--retain", "compressed")
+    told = run("ask", "Which oil?", "--mode", "full").stderr
+    assert "for --mode full" in told and "holds keydiff keep=0.25;" in told
+    assert "kv-rag ingest PATH --retain both or full" in told and "or pass --on-missing prefill" in told
+    assert "='" not in told and "engine" not in told
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(ingested: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    result = CliRunner().invoke(cli.app, ["ask", "Which oil?", "--model", "nobody/nothing"])
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "cannot be reached, and no earlier download has it" in result.stderr
+
+
+def test_the_first_use_of_the_bundled_model_is_announced(
+    ingested: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KV_RAG_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr(kv_rag.Engine, "from_pretrained", failing)
+    assert "used for the first time" in CliRunner().invoke(cli.app, ["ask", "Which oil?"]).stderr
+    (tmp_path / "none" / "models" / "smollm2-135m").mkdir(parents=True)
+    (tmp_path / "none" / "models" / "smollm2-135m" / "config.json").write_text("{}")
+    assert "first time" not in CliRunner().invoke(cli.app, ["ask", "Which oil?"]).stderr
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise KVRagError("not in this test")
 
 
 def test_another_models_store_is_refused(ingested: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -274,6 +315,14 @@ def test_the_program_prints_no_traceback_and_nothing_else_on_stdout(ingested: Ru
     assert (bad.returncode, bad.stdout, "Traceback" in bad.stderr) == (1, "", False)
 
 
+def test_the_shell_completes_commands() -> None:
+    asked = {"_KV_RAG_COMPLETE": "complete_bash", "COMP_WORDS": "kv-rag in", "COMP_CWORD": "1"}
+    program = [sys.executable, "-c", "from kv_rag.cli import main; main()"]
+    environment = {**os.environ, **asked, "PYTHONPATH": str(Path(kv_rag.__file__).parent.parent)}
+    result = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.split() == ["ingest"]
+
+
 @pytest.mark.parametrize("command", ["ingest", "ask", "list", "show", "remove", "verify"])
 def test_every_command_has_an_example(run: Run, command: str) -> None:
     assert f"Example: kv-rag {command}" in CliRunner().invoke(cli.app, [command, "--help"]).stdout
@@ -288,7 +337,7 @@ def test_help_waits_for_no_heavy_import() -> None:
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         if name
     }
-    assert {name for name in names if name not in sys.stdlib_module_names} == {"rich", "typer", "kv_rag.errors"}
+    assert {name for name in names if name not in sys.stdlib_module_names} == {"rich", "typer", "kv_rag.errors", "kv_rag.evaluation.commands"}
 
 
 # --- picking and reading ---

@@ -1,0 +1,45 @@
+"""Engines that are opened when first needed, and shared by all LLM objects that ask for the same one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from kv_rag import Engine
+
+
+class LazyEngine:
+    """An engine that is opened by the first ``get``; or one that is there already."""
+
+    def __init__(self, engine: Engine | None = None, **settings: Any) -> None:
+        self._engine, self._settings = engine, settings
+        self._lock = threading.Lock()
+
+    def get(self) -> Engine:
+        """The engine; the first call loads the model, other threads wait for it."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = Engine.from_pretrained(**self._settings)
+            return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyEngine:
+        """Copies of an LLM object share its model."""
+        return self
+
+
+# Weak: an engine lives as long as an LLM object that uses it.
+_shared: WeakValueDictionary[Hashable, LazyEngine] = WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def shared_engine(model: str, store: str, **settings: Any) -> LazyEngine:
+    """The engine of these settings, not opened yet or opened by another LLM object."""
+    key = (model, Path(store).resolve(), tuple(sorted(settings.items())))
+    with _shared_lock:
+        lazy = _shared.get(key)
+        if lazy is None:
+            lazy = _shared[key] = LazyEngine(model=model, store=store, **settings)
+        return lazy
