@@ -24,10 +24,15 @@ from kv_rag import Engine
 from kv_rag.compose import compose
 from kv_rag.likelihood import answer_likelihood
 from kv_rag.prompt import Choice
-from kv_rag.snapkv import Range, select, window_attention
+from kv_rag.snapkv import Range, SnapKV, select, window_attention
 from kv_rag.state import PromptState
 
-VARIANTS = [("all", 5, "max"), ("all", 7, "max"), ("all", 5, "mean"), ("all", 1, "max"), ("words", 5, "max")]
+# window, pool, pooling, vote, allocation
+VARIANTS = [
+    ("all", 5, "max", "mean", "uniform"), ("all", 7, "max", "mean", "uniform"), ("all", 5, "mean", "mean", "uniform"),
+    ("words", 5, "max", "mean", "uniform"), ("all", 5, "max", "max", "uniform"), ("all", 5, "max", "max", "heads"),
+    ("all", 5, "max", "max", "model"), ("all", 5, "max", "mean", "model"), ("all", 5, "max", "max", "pyramid"),
+]  # fmt: skip
 KEEPS = (0.25, 0.1)
 
 
@@ -53,22 +58,24 @@ def measure(engine: Engine, ids: list[str], question: str, answer: str) -> dict[
     composed = compose(model, plan.pieces, repair=0, reserve=room, chunk=512, window=after)
     full = engine.likelihood(question, answer, documents=ids, mode="full", repair=0)
     nll["full"] = full.nll
-    for window, pool, pooling in VARIANTS:
+    for window, pool, pooling, vote, allocation in VARIANTS:
         scores = []
         for queries, layer in zip(composed.window, composed.state.layers, strict=True):
             if window == "words":  # the question's own words stand before the template's tail
                 queries = queries[:, -(words + tail) : -tail]
                 trimmed = type(layer)(layer.keys, layer.values, layer.length - tail)
-                scores.append(torch.nn.functional.pad(window_attention(queries, trimmed), (0, tail)))
+                scores.append(torch.nn.functional.pad(window_attention(queries, trimmed, vote), (0, tail)))
             else:
-                scores.append(window_attention(queries, layer))
+                scores.append(window_attention(queries, layer, vote))
         for keep in KEEPS:
-            layers = []
-            for row, layer, score in zip(composed.begins, composed.state.layers, scores, strict=True):
-                ranges = [Range(at, at + p.tokens, keep) for at, p in zip(row, plan.pieces, strict=True) if p.prunable]
-                layers.append(layer.keep_only(select(score, ranges, pool, pooling), room))
+            ranges = [
+                [Range(at, at + p.tokens, keep) for at, p in zip(row, plan.pieces, strict=True) if p.prunable]
+                for row in composed.begins
+            ]
+            kept = select(scores, ranges, SnapKV(pool=pool, pooling=pooling, vote=vote, allocation=allocation))
+            layers = [layer.keep_only(slots, room) for layer, slots in zip(composed.state.layers, kept, strict=True)]
             state = PromptState(layers, composed.state.tokens)
-            name = f"{window} {pooling} {pool} keep {keep}"
+            name = f"{window} {pooling} {pool} vote {vote} {allocation} keep {keep}"
             nll[name] = answer_likelihood(model, composed.logits, state, answer_ids).nll
     return nll
 
@@ -98,7 +105,7 @@ def report(arguments: Any, results: dict[str, list[float]]) -> None:
     mean = {name: statistics.mean(values) for name, values in results.items()}
     for name, value in mean.items():
         share = 100 * (mean["no document"] - value) / (mean["no document"] - mean["full"])
-        print(f"{name:24}{value:8.4f} nats {share:7.1f}% of the gap")
+        print(f"{name:44}{value:8.4f} nats {share:7.1f}% of the gap")
 
 
 if __name__ == "__main__":
