@@ -380,7 +380,7 @@ class Engine:
                 self.model, plan.pieces, repair=0.0, reserve=0, chunk=self._chunk, window=plan.pieces[-1].tokens
             )
             [(index, cache)] = [(at, piece.cache) for at, piece in enumerate(plan.pieces) if piece.cache and piece.prunable]
-            positions = kept_for_question(composition, index, cache.tokens, fraction)
+            positions = kept_for_question(composition, index, cache.tokens, fraction, SNAPKV)
             chosen = f"SnapKV for \u201c{question.strip()}\u201d"
         return KeptTokens(name, chosen, tuple(self.model.token_texts(cache.token_ids.tolist())), positions)
 
@@ -456,7 +456,7 @@ class Engine:
         composition = compose(
             self.model, plan.pieces, repair=repair, reserve=room, chunk=self._chunk, window=window
         )
-        state = self._prune(composition, plan.pieces, room, snapkv) if window else composition.state
+        state = prune_composed(composition, plan.pieces, room, snapkv) if window else composition.state
         return answer_likelihood(self.model, composition.logits, state, answer_ids)
 
     def _question_segments(self, question: str, documents: str | Sequence[str], on_missing: str) -> list[Segment]:
@@ -654,20 +654,15 @@ class Engine:
     def _state(self, document_id: str, choice: Choice) -> DocumentCache:
         """The stored state that ``choice`` needs, held in memory from now on."""
         records = self.store.states(document_id)
-        if choice.mode == "compressed":
-            fitting = [
-                record.compression
-                for record in records
-                if not record.compression.is_full
-                and _same_keep(choice.keep, record.compression.keep)
-                and choice.method in (None, record.compression.method)
-            ]
-        else:
-            fitting = [record.compression for record in records if record.compression.is_full]
+        fitting = [record.compression for record in records if _fits(record.compression, choice)]
         if not fitting:
             raise StateMissing(_missing(document_id, choice, records))
         compression = fitting[-1]
         return self._resident.get(document_id, compression, lambda: self.store.get(document_id, compression))
+
+    def serves(self, document_id: str, choice: Choice) -> bool:
+        """Whether the store has a state of the document (unknown ones included) that ``choice`` is answered from."""
+        return any(_fits(record.compression, choice) for record in self.store.states(document_id))
 
     def prefetch(self, documents: Iterable[str], choice: Choice) -> None:
         """Reads the stored states that ``choice`` needs into memory, so that the next question finds them there.
@@ -699,7 +694,7 @@ class Engine:
         assembler = TextAssembler(self.model, generation.stop)
 
         def state_after_first() -> PromptState:
-            state = self._prune(composition, plan.pieces, room, snapkv) if prunes else composition.state
+            state = prune_composed(composition, plan.pieces, room, snapkv) if prunes else composition.state
             composition.state = state  # the full buffers are free to go
             return state
 
@@ -722,17 +717,6 @@ class Engine:
             plan, repair, prompt_tokens, generated, first_token, last_token, pairs_kept,
             "stop" if assembler.stopped else picker.finish_reason or "stop",
         ))  # fmt: skip
-
-    def _prune(self, composition: Composition, pieces: list[Piece], room: int, settings: SnapKV) -> PromptState:
-        ranges = [
-            [
-                Range(begin, begin + piece.tokens, piece.keep)
-                for begin, piece in zip(row, pieces, strict=True)
-                if piece.prunable
-            ]
-            for row in composition.begins
-        ]
-        return prune(composition.state, composition.window, ranges, room, settings)
 
     def _document_pairs(self, state: PromptState, pieces: list[Piece], prompt_tokens: int) -> int:
         """Pairs of documents in ``state``: all but those of P, text and generated tokens."""
@@ -773,6 +757,15 @@ class Engine:
 _MARK = "\u2060kv_rag documents\u2060"
 
 
+def prune_composed(composition: Composition, pieces: Sequence[Piece], room: int, settings: SnapKV) -> PromptState:
+    """The composed state with the pairs that the prompt's last piece attends to, and ``room`` slots for the answer."""
+    ranges = [
+        [Range(begin, begin + piece.tokens, piece.keep) for begin, piece in zip(row, pieces, strict=True) if piece.prunable]
+        for row in composition.begins
+    ]
+    return prune(composition.state, composition.window, ranges, room, settings)
+
+
 def _limited(generation: Generation, room: int) -> Generation:
     return replace(generation, max_new_tokens=room)
 
@@ -790,6 +783,12 @@ def _documents(documents: str | Document | Iterable[str | Document]) -> list[Doc
         checked = document if isinstance(document, Document) else Document(document)
         unique.setdefault(checked.id, checked)
     return list(unique.values())
+
+
+def _fits(stored: Compression, choice: Choice) -> bool:
+    if choice.mode != "compressed":
+        return stored.is_full
+    return not stored.is_full and choice.method in (None, stored.method) and _same_keep(choice.keep, stored.keep)
 
 
 def _same_keep(asked: float | None, stored: float | None) -> bool:

@@ -14,7 +14,8 @@ LAYERS = [
     {"errors", "html", "hub"}, {"document"}, {"rotary", "selection", "scoring"}, {"state"}, {"observation"}, {"methods"},
     {"attention"}, {"bundled"}, {"model"}, {"store"}, {"prompt"}, {"snapkv", "compose", "likelihood"},
     {"answer", "ingest", "memory", "resident", "generation", "kept"},
-    {"engine"}, {"plot"}, {"__init__"}, {"textfiles", "search"}, {"demo"}, {"evaluation"}, {"cli"},
+    {"engine"}, {"threads", "lazy", "turns"}, {"plot"}, {"__init__"}, {"textfiles", "search"}, {"demo"}, {"evaluation"},
+    {"cli"},
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 

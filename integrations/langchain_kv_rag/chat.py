@@ -22,12 +22,13 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from kv_rag import Answer, AnswerMetadata, AnswerStream, Choice, Engine, Generation, Ingested, strip_references
 from kv_rag.engine import REPAIR
 from kv_rag.errors import InvalidSetting, UnknownDocument
+from kv_rag.lazy import LazyEngine, shared_engine
+from kv_rag.threads import in_thread
+from kv_rag.turns import acceptable
 from langchain_kv_rag.choice import SETTINGS, configured
 from langchain_kv_rag.documents import ingest_documents
-from langchain_kv_rag.engines import LazyEngine, shared_engine
 from langchain_kv_rag.errors import langchain_errors
-from langchain_kv_rag.messages import acceptable, turns_of
-from langchain_kv_rag.threads import in_thread
+from langchain_kv_rag.messages import turns_of
 
 Config = RunnableConfig | None
 Configs = RunnableConfig | list[RunnableConfig] | None

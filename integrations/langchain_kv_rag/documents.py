@@ -86,7 +86,7 @@ def referenced(
 
     """
     known = [_document(document) for document in documents]
-    missing = [] if engine is None or on_miss == "prefill" else [one for one in known if not _served(engine, one, choice)]
+    missing = [] if engine is None or on_miss == "prefill" else [one for one in known if not engine.serves(one.id, choice)]
     if missing and on_miss == "error":
         raise StateMissing(
             f"document {missing[0].name or missing[0].id!r} has no state in the store for mode={choice.mode!r}"
@@ -98,19 +98,6 @@ def referenced(
         retain = "compressed" if choice.mode == "compressed" else "full"
         _ingest(engine, missing, choice, progress=False, retain=retain)
     return [_copy(document, kv_rag.with_reference(document.page_content, choice)) for document in documents]
-
-
-def _served(engine: Engine, document: kv_rag.Document, choice: Choice) -> bool:
-    """Whether the store has a state that ``choice`` can be answered from."""
-    for record in engine.store.states(document.id):
-        compression = record.compression
-        if choice.mode != "compressed":
-            if compression.is_full:
-                return True
-        elif not compression.is_full and choice.keep in (None, compression.keep):
-            if choice.method in (None, compression.method):
-                return True
-    return False
 
 
 def _document(document: Document | str) -> kv_rag.Document:

@@ -28,11 +28,12 @@ from llama_index.core.types import Model, TokenAsyncGen, TokenGen
 from kv_rag import Answer, AnswerStream, Choice, Engine, Generation, Ingested, strip_references
 from kv_rag.engine import ON_MISSING, REPAIR
 from kv_rag.errors import InvalidSetting
-from llama_index_kv_rag.engines import LazyEngine, shared_engine
+from kv_rag.lazy import LazyEngine, shared_engine
+from kv_rag.threads import in_thread
+from kv_rag.turns import acceptable
 from llama_index_kv_rag.errors import not_swallowed
-from llama_index_kv_rag.messages import acceptable, turns_of
+from llama_index_kv_rag.messages import turns_of
 from llama_index_kv_rag.nodes import ingest_nodes
-from llama_index_kv_rag.threads import in_thread
 
 GENERATION = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 ANSWERING = ("mode", "keep", "method", "repair", "on_missing", "force")

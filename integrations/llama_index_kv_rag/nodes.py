@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -141,7 +140,7 @@ def referenced(
     """
     documents = [document_of(found.node) for found in nodes if _is_text(found.node)]
     if engine is not None and on_miss != "prefill":
-        missing = [document for document in documents if not _served(engine, document, choice)]
+        missing = [document for document in documents if not engine.serves(document.id, choice)]
         if missing and on_miss == "error":
             raise StateMissing(
                 f"document {missing[0].name or missing[0].id!r} has no state in the store for mode={choice.mode!r}"
@@ -178,19 +177,3 @@ def _is_text(node: BaseNode) -> bool:
     if isinstance(node, Node):
         return not (node.image_resource or node.audio_resource or node.video_resource)
     return isinstance(node, TextNode) and not isinstance(node, (IndexNode, ImageNode))
-
-
-def _served(engine: Engine, document: Document, choice: Choice) -> bool:
-    """Whether the store has a state that ``choice`` can be answered from."""
-    for record in engine.store.states(document.id):
-        compression = record.compression
-        if choice.mode != "compressed":
-            if compression.is_full:
-                return True
-        elif not compression.is_full and choice.method in (None, compression.method):
-            if choice.keep is None or (
-                # A reference carries ten digits of keep.
-                compression.keep is not None and math.isclose(choice.keep, compression.keep, rel_tol=1e-9)
-            ):
-                return True
-    return False

@@ -23,12 +23,13 @@ from langchain_core.messages import (
 )
 from langchain_core.runnables import ConfigurableField
 from langchain_kv_rag import ChatKVRag
-from langchain_kv_rag.messages import acceptable, turns_of
+from langchain_kv_rag.messages import turns_of
 from pydantic import ValidationError
 
 from kv_rag import Choice, Engine, with_reference
 from kv_rag.errors import ContextOverflow, EmptyInput, InvalidSetting, KVRagError
 from kv_rag.model import LanguageModel
+from kv_rag.turns import acceptable
 from tests.conftest import text_of, tiny_model, tiny_tokenizer
 from tests.langchain.conftest import cache_read, served
 

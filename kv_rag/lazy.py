@@ -1,4 +1,8 @@
-"""Engines that are opened when first needed, and shared by all LLM objects that ask for the same one."""
+"""Engines that are opened when first needed, and shared by all objects that ask for the same one.
+
+Frameworks make copies of a model freely (LangChain's ``configurable_fields`` makes a new one for every call). If each copy
+opened an engine, each would load the weights again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kv_rag import Engine
+from kv_rag.engine import Engine
 
 
 class LazyEngine:
@@ -26,18 +30,18 @@ class LazyEngine:
             return self._engine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyEngine:
-        """Copies of an LLM object share its model."""
+        """Copies share their model."""
         return self
 
 
-# Weak: an engine lives as long as an LLM object that uses it.
+# Weak: an engine lives as long as an object that uses it.
 _shared: WeakValueDictionary[Hashable, LazyEngine] = WeakValueDictionary()
 _shared_lock = threading.Lock()
 
 
-def shared_engine(model: str, store: str, **settings: Any) -> LazyEngine:
-    """The engine of these settings, not opened yet or opened by another LLM object."""
-    key = (model, Path(store).resolve(), tuple(sorted(settings.items())))
+def shared_engine(model: str | Path, store: str | Path, **settings: Any) -> LazyEngine:
+    """The engine of these settings, not opened yet or opened by another object."""
+    key = (str(model), Path(store).resolve(), tuple(sorted(settings.items())))
     with _shared_lock:
         lazy = _shared.get(key)
         if lazy is None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kv_rag import Answer, AnswerStream
+from kv_rag.answer import Answer, AnswerStream
 
 
 async def in_thread(start: Callable[[], AnswerStream]) -> AsyncGenerator[str | Answer, None]:
