@@ -13,19 +13,19 @@ from kv_rag.document import Compression, DocumentCache, LayerPairs
 from kv_rag.errors import ContextOverflow
 from kv_rag.methods import AnyMethod, AnyWatcher, LayerStates, ModelWatcher, PrefillMethod, Reading, ReplayMethod
 from kv_rag.model import LanguageModel
-from kv_rag.observation import LayerStep
+from kv_rag.observation import LayerStep, Observer
 from kv_rag.selection import Budget, select
 
 
 class _KeyRecorder:
     """Observer that keeps every layer's keys without position: exact, where un-rotating would round once more."""
 
-    def __init__(self, model: LanguageModel, tokens: int, skip: int, watcher: AnyWatcher | None = None) -> None:
+    def __init__(self, model: LanguageModel, tokens: int, skip: int, observer: Observer | None = None) -> None:
         shape = (model.kv_heads, tokens, model.head_dim)
         self.keys = [torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(model.layers)]
         self._skip = skip
         self._seen = [0] * model.layers
-        self._watcher = watcher
+        self._observer = observer
 
     def observe(self, step: LayerStep) -> None:
         begin = self._seen[step.layer]
@@ -33,8 +33,8 @@ class _KeyRecorder:
         first = max(begin, self._skip)
         if first < end:
             self.keys[step.layer][:, first - self._skip : end - self._skip] = step.raw_keys[:, first - begin :]
-        if self._watcher is not None:
-            self._watcher.observe(step)
+        if self._observer is not None:
+            self._observer.observe(step)
 
 
 def reading(model: LanguageModel, document_id: str, token_ids: Tensor) -> Reading:
@@ -58,7 +58,7 @@ def prefill(
     token_ids: Tensor,
     chunk: int,
     on_chunk: Callable[[int], object] | None = None,
-    watcher: AnyWatcher | None = None,
+    observer: Observer | None = None,
 ) -> DocumentCache:
     """The full state of ``token_ids`` ``[T]`` read after P, only the document's own rows.
 
@@ -69,7 +69,7 @@ def prefill(
     everything = torch.cat([header, token_ids])
     tokens, before = token_ids.numel(), header.numel()
     state = model.new_state([everything.numel()] * model.layers)
-    recorder = _KeyRecorder(model, tokens, before, watcher)
+    recorder = _KeyRecorder(model, tokens, before, observer)
     slots = torch.arange(everything.numel(), device=model.device)
     model.run_in_chunks(
         everything, slots, state, [slots] * model.layers, chunk, logits=0, observer=recorder, on_chunk=on_chunk

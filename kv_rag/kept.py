@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_rag.compose import Composition
 from kv_rag.document import DocumentCache
-from kv_rag.snapkv import Range, SnapKV, select, window_attention
+from kv_rag.snapkv import Range, SnapKV, attended
 
 Positions = tuple[tuple[Tensor, ...], ...]  # for each layer and KV head ``[kept]`` int64, ascending
 
@@ -59,14 +59,13 @@ def kept_in_state(cache: DocumentCache) -> Positions:
     return tuple(tuple(torch.split(layer.positions.cpu().long(), list(layer.lengths))) for layer in cache.layers)
 
 
-def kept_for_question(composition: Composition, piece: int, tokens: int, keep: float) -> Positions:
+def kept_for_question(
+    composition: Composition, piece: int, tokens: int, keep: float, settings: SnapKV
+) -> Positions:
     """What SnapKV picks of a full document of ``tokens`` tokens, ``piece`` of the prompt, for the prompt's question."""
-    attention = [
-        window_attention(queries, layer, SnapKV().vote)
-        for layer, queries in zip(composition.state.layers, composition.window, strict=True)
-    ]
     begins = [row[piece] for row in composition.begins]
-    picked = select(attention, [[Range(begin, begin + tokens, keep)] for begin in begins], SnapKV())
+    ranges = [[Range(begin, begin + tokens, keep)] for begin in begins]
+    picked = attended(composition.state, composition.window, ranges, settings)
     return tuple(
         tuple(slots[(slots >= begin) & (slots < begin + tokens)].cpu() - begin for slots in heads)
         for begin, heads in zip(begins, picked, strict=True)

@@ -141,6 +141,16 @@ def select(attention: list[Tensor], ranges: list[list[Range]], settings: SnapKV)
     return choose(scores, counts, settings.allocation, certain, settings.minimum)
 
 
+def attended(
+    state: PromptState, window: list[Tensor], ranges: list[list[Range]], settings: SnapKV
+) -> list[list[Tensor]]:
+    """The slots of ``state`` that the window's attention picks. Arguments as in ``prune``, answer as of ``select``."""
+    attention = [
+        window_attention(queries, layer, settings.vote) for queries, layer in zip(window, state.layers, strict=True)
+    ]
+    return select(attention, ranges, settings)
+
+
 def prune(
     state: PromptState, window: list[Tensor], ranges: list[list[Range]], reserve: int, settings: SnapKV
 ) -> PromptState:
@@ -154,9 +164,6 @@ def prune(
         settings: see ``SnapKV``.
 
     """
-    attention = [
-        window_attention(queries, layer, settings.vote) for queries, layer in zip(window, state.layers, strict=True)
-    ]
-    kept = select(attention, ranges, settings)
+    kept = attended(state, window, ranges, settings)
     layers = [layer.keep_only(slots, reserve) for layer, slots in zip(state.layers, kept, strict=True)]
     return PromptState(layers, state.tokens)

@@ -70,10 +70,9 @@ def quality(
     from kv_rag.evaluation.report import machine, table, write
 
     comparison = Comparison(tuple(methods), tuple(keep), tuple(protocol), answers)
-    comparison.contestants()  # unknown methods are refused before the model is loaded
     cases = load(data, limit=limit, questions=questions)
     about = machine(model)
-    with _progress(sum(len(case.questions) for case in cases)) as step:
+    with _progress(comparison.answers(cases), "answer") as step:
         records = compare(_bench(model), cases, comparison, out / "records.jsonl", step)
     rows = summarise(records)
     _print(table(rows), about)
@@ -105,8 +104,8 @@ def two_place(
 
     contestants = Comparison(tuple(methods), (keep,)).contestants()
     cases = load(data, limit=limit, questions=questions)
-    with _progress(len(cases)) as step:
-        places = two_places(_bench(model), cases, contestants, keep, on_question=step)
+    with _progress(len(cases), "document") as step:
+        places = two_places(_bench(model), cases, contestants, keep, on_case=step)
     shown = Table("method", "compressed with", box=box.SIMPLE_HEAD)
     for heading in ("question 1", "later questions", "lost"):
         shown.add_column(heading, justify="right")
@@ -127,12 +126,12 @@ def _bench(model: str) -> Any:
 class _progress:
     """A progress bar on stderr, for people only."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, unit: str) -> None:
         import sys
 
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=total, unit="question", disable=not sys.stderr.isatty(), leave=False)
+        self._bar = tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
 
     def __enter__(self) -> Any:
         return lambda: self._bar.update(1)

@@ -17,9 +17,9 @@ from kv_rag import methods
 from kv_rag.document import Scalar
 from kv_rag.errors import InvalidSetting
 from kv_rag.methods import AnyMethod, LayerStates, Reading, Watcher, peers
-from kv_rag.methods.attention import document_attention
+from kv_rag.methods.attention import LayerScores, document_attention
 from kv_rag.observation import LayerStep
-from kv_rag.selection import Budget, method_settings
+from kv_rag.selection import SETTINGS, Budget, method_settings
 from kv_rag.snapkv import SnapKV
 
 PER_QUERY = "snapkv"
@@ -72,7 +72,7 @@ class Contestant:
         return self.name == PER_QUERY
 
     def budget(self, keep: float) -> Budget:
-        chosen = {key: value for key, value in self.settings if key not in method_settings(dict(self.settings))}
+        chosen = {key: value for key, value in self.settings if key in SETTINGS}
         return Budget(keep, allocation=self.allocation, **chosen)  # type: ignore[arg-type]
 
     def method(self) -> AnyMethod:
@@ -123,23 +123,19 @@ class SnapKVWindow:
 class _Voted:
     def __init__(self, settings: SnapKVWindow, reading: Reading) -> None:
         self._settings, self._reading = settings, reading
-        self._sums: list[Tensor | None] = [None] * reading.layers
+        self._sums = LayerScores(reading)
 
     def observe(self, step: LayerStep) -> None:
         reading = self._reading
         first = reading.before + max(0, reading.tokens - self._settings.window)  # slot of the first voting token
         if step.slots.end <= first:
             return
-        sums = self._sums[step.layer]
-        if sums is None:
-            sums = torch.zeros(reading.kv_heads, reading.tokens, device=step.queries.device)
-            self._sums[step.layer] = sums
+        sums = self._sums.of(step)
         for visible, weights in document_attention(step, reading.before, reading.tokens):
             sums[:, : weights.shape[-1]] += weights[:, :, visible > first].sum(dim=2).mean(dim=1)
 
     def score(self, states: LayerStates) -> Tensor:
-        sums = self._sums[states.layer]
-        assert sums is not None
-        pooled = F.max_pool1d(sums[None], self._settings.pool, stride=1, padding=self._settings.pool // 2)[0]
+        pool = self._settings.pool
+        pooled = F.max_pool1d(self._sums[states.layer][None], pool, stride=1, padding=pool // 2)[0]
         pooled[:, -self._settings.window :] = torch.inf  # the window itself stays, as in the paper
         return pooled

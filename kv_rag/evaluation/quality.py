@@ -8,16 +8,17 @@ are ranked by what they see of the question.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from kv_rag.document import DocumentCache, check_budget, text_digest
 from kv_rag.errors import InvalidSetting
-from kv_rag.evaluation.cases import Asked, Case
+from kv_rag.evaluation.cases import Case
 from kv_rag.evaluation.contestants import Contestant
-from kv_rag.evaluation.runs import Bench, Measured, Scored
+from kv_rag.evaluation.runs import Bench, Scored
+from kv_rag.snapkv import SnapKV
 
 PROTOCOLS = ("context", "context+task")
 ALWAYS = "random"
@@ -82,13 +83,18 @@ class Comparison:
         """Those asked for, and random."""
         return [Contestant.parse(text) for text in dict.fromkeys([*self.methods, ALWAYS])]
 
+    def answers(self, cases: Sequence[Case]) -> int:
+        """How many answers it takes: the two ends of the scale, and every method, keep and protocol."""
+        conditions = sum(1 if entry.is_per_query else len(self.protocols) for entry in self.contestants())
+        return (2 + conditions * len(self.keeps)) * sum(len(case.questions) for case in cases)
+
 
 def compare(
     bench: Bench,
     cases: Sequence[Case],
     comparison: Comparison,
     file: Path | None = None,
-    on_question: Callable[[], object] = lambda: None,
+    on_answer: Callable[[], object] = lambda: None,
 ) -> list[Record]:
     """All records; with ``file`` they are written there case by case, and cases found there are not run again.
 
@@ -100,10 +106,10 @@ def compare(
     records = list(done)
     for index, case in enumerate(cases):
         if any(record.case == index for record in done):
-            for _ in case.questions:
-                on_question()
+            for _ in range(comparison.answers([case])):
+                on_answer()
             continue
-        new = _case(bench, index, case, comparison, on_question)
+        new = _case(bench, index, case, comparison, on_answer)
         records += new
         if file is not None:
             with file.open("a", encoding="utf-8") as out:
@@ -125,11 +131,9 @@ def _resume(file: Path | None, cases: Sequence[Case], comparison: Comparison) ->
     if json.loads(first) != header:
         raise InvalidSetting(f"{file} holds the results of another comparison; choose another folder or remove it")
     records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
-    conditions = sum(1 if entry.is_per_query else len(comparison.protocols) for entry in comparison.contestants())
-    per_question = 2 + conditions * len(comparison.keeps)
     finished = {
         index for index, case in enumerate(cases)
-        if sum(record.case == index for record in records) == per_question * len(case.questions)
+        if sum(record.case == index for record in records) == comparison.answers([case])
     }  # fmt: skip
     kept = [record for record in records if record.case in finished]
     if len(kept) < len(lines):  # a case that was cut off is run again
@@ -138,50 +142,54 @@ def _resume(file: Path | None, cases: Sequence[Case], comparison: Comparison) ->
     return kept
 
 
-def _case(
-    bench: Bench, index: int, case: Case, comparison: Comparison, on_question: Callable[[], object]
-) -> list[Record]:
+def _case(bench: Bench, index: int, case: Case, comparison: Comparison, on_answer: Callable[[], object]) -> list[Record]:
     contestants = comparison.contestants()
     compressing = [entry for entry in contestants if not entry.is_per_query]
     read = [bench.read(text, compressing) for text in case.documents]
     full = [state for state, _, _ in read]
     plain = sum(seconds for _, seconds, _ in read)
+    references = [bench.own_answer(asked, full) if comparison.generate else None for asked in case.questions]
+    everyone = range(len(case.questions))
     records: list[Record] = []
-    for number, asked in enumerate(case.questions):
-        reference = bench.own_answer(asked, full) if comparison.generate else None
 
-        def note(
-            method: str, keep: float, protocol: str, states: Sequence[DocumentCache], ingest: float | None,
-            measured: Measured, pairs: int | None = None, number: int = number,
-        ) -> None:  # fmt: skip
+    def ask(
+        method: str, keep: float, protocol: str, states: Sequence[DocumentCache], ingest: float | None,
+        questions: Iterable[int] = everyone, per_query: tuple[SnapKV, float] | None = None,
+    ) -> None:  # fmt: skip
+        pairs, nbytes = sum(state.pairs for state in states), sum(state.nbytes for state in states)
+        used = pairs if per_query is None else round(keep * pairs)
+        for number in questions:
+            measured = bench.ask(
+                case.questions[number], states, reference=references[number], generate=comparison.generate,
+                per_query=per_query,
+            )  # fmt: skip
             records.append(Record(
-                index, number, method, keep, protocol, sum(state.nbytes for state in states),
-                sum(state.pairs for state in states) if pairs is None else pairs, ingest, measured.seconds, measured.nll,
+                index, number, method, keep, protocol, nbytes, used, ingest, measured.seconds, measured.nll,
                 measured.predicted, measured.agreement, measured.f1,
             ))  # fmt: skip
+            on_answer()
 
-        options: dict[str, Any] = {"reference": reference, "generate": comparison.generate}
-        note("no document", 0.0, "context", [], None, bench.ask(asked, [], **options))
-        note("full", 1.0, "context", full, 1.0, bench.ask(asked, full, **options))
-        for entry in contestants:
-            for keep in comparison.keeps:
-                if entry.is_per_query:
-                    measured = bench.ask(asked, full, per_query=(entry.snapkv(), keep), **options)
-                    pairs = round(keep * sum(state.pairs for state in full))
-                    note(entry.label, keep, _PER_QUERY, full, 1.0, measured, pairs)
-        for protocol in comparison.protocols:
-            seen = read
-            if protocol == "context+task":
-                seen = [bench.read(text, compressing, asked.question) for text in case.documents]
-            for entry in compressing:
-                ingest = _ingest(plain, [scored[entry.label] for _, _, scored in seen]) if protocol == "context" else None
-                for keep in comparison.keeps:
-                    states = [
-                        bench.compressed(state, scored[entry.label].scores, entry, keep)
-                        for state, (_, _, scored) in zip(full, seen, strict=True)
-                    ]
-                    note(entry.label, keep, protocol, states, ingest, bench.ask(asked, states, **options))
-        on_question()
+    def compressed(entry: Contestant, keep: float, scored: Sequence[dict[str, Scored]]) -> list[DocumentCache]:
+        return [
+            bench.compressed(state, scores[entry.label].scores, entry, keep)
+            for state, scores in zip(full, scored, strict=True)
+        ]
+
+    ask("no document", 0.0, "context", [], None)
+    ask("full", 1.0, "context", full, 1.0)
+    for entry, keep in product(contestants, comparison.keeps):
+        if entry.is_per_query:
+            ask(entry.label, keep, _PER_QUERY, full, 1.0, per_query=(entry.snapkv(), keep))
+    if "context" in comparison.protocols:  # one state for all questions
+        unseen = [scored for _, _, scored in read]
+        for entry, keep in product(compressing, comparison.keeps):
+            ingest = _ingest(plain, [scored[entry.label] for scored in unseen])
+            ask(entry.label, keep, "context", compressed(entry, keep, unseen), ingest)
+    if "context+task" in comparison.protocols:  # one state for each question
+        for number, asked in enumerate(case.questions):
+            seen = [bench.read(text, compressing, asked.question)[2] for text in case.documents]
+            for entry, keep in product(compressing, comparison.keeps):
+                ask(entry.label, keep, "context+task", compressed(entry, keep, seen), None, [number])
     return records
 
 
@@ -236,6 +244,3 @@ def _mean(values: Sequence[float]) -> float:
 def _mean_of(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return _mean(known) if known else None
-
-
-__all__ = ["ALWAYS", "PROTOCOLS", "Asked", "Case", "Comparison", "Record", "Row", "compare", "summarise"]

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_rag import snapkv
-from kv_rag.compose import Composition, Piece, compose
+from kv_rag.compose import Piece, compose
 from kv_rag.document import Compression, DocumentCache
-from kv_rag.engine import CHUNK, JOINT, QUESTION
+from kv_rag.engine import CHUNK, JOINT, QUESTION, prune_composed
 from kv_rag.evaluation.cases import Asked
 from kv_rag.evaluation.contestants import Contestant
 from kv_rag.generation import decode_step
 from kv_rag.ingest import gather, prefill, prefill_header, score, watcher_for
+from kv_rag.kept import kept_for_question
 from kv_rag.likelihood import answer_likelihood
 from kv_rag.methods import AnyWatcher
 from kv_rag.model import LanguageModel
 from kv_rag.observation import LayerStep
 from kv_rag.selection import select
-from kv_rag.snapkv import Range, SnapKV, prune
+from kv_rag.snapkv import SnapKV
 from kv_rag.state import PromptState
 
 ANSWER_TOKENS = 16  # longest generated answer
@@ -86,9 +86,6 @@ class _Together:
         for watcher in self._watchers:
             watcher.observe(step)
 
-    def score(self, states: object) -> Tensor:
-        raise NotImplementedError("each watcher scores for itself")
-
 
 class Bench:
     """A model and what its evaluations share: P's state and the text after a question."""
@@ -125,7 +122,7 @@ class Bench:
             if watcher is not None:
                 watchers[label] = _Stopwatch(watcher)
         started = time.perf_counter()
-        state = prefill(model, text, read, CHUNK, watcher=_Together(list(watchers.values())))
+        state = prefill(model, text, read, CHUNK, observer=_Together(list(watchers.values())))
         plain = time.perf_counter() - started - sum(watch.seconds for watch in watchers.values())
         scored = {}
         for label, method in ready.items():
@@ -173,7 +170,7 @@ class Bench:
         composed = compose(self.model, pieces, repair=0.0, reserve=room, chunk=CHUNK, window=window)
         composed.logits.argmax().item()
         seconds = time.perf_counter() - started
-        state = _pruned(composed, pieces, room, per_query[0]) if per_query else composed.state
+        state = prune_composed(composed, pieces, room, per_query[0]) if per_query else composed.state
         likelihood = self._score(composed.logits, state, answer_ids)
         agreement = f1 = said = None
         if reference is not None and reference.numel():
@@ -198,19 +195,11 @@ class Bench:
         """
         pieces = self._pieces(question, [document], keep)
         composed = compose(self.model, pieces, repair=0.0, reserve=0, chunk=CHUNK, window=pieces[-1].tokens)
-        attention = [
-            snapkv.window_attention(queries, layer, settings.vote)
-            for queries, layer in zip(composed.window, composed.state.layers, strict=True)
-        ]
         index = next(at for at, piece in enumerate(pieces) if piece.prunable)
-        begins = [row[index] for row in composed.begins]
-        ranges = [[Range(begin, begin + document.tokens, keep)] for begin in begins]
-        layers = []
-        for heads, begin, layer in zip(snapkv.select(attention, ranges, settings), begins, document.layers, strict=True):
-            kept = [
-                slots[(slots >= begin) & (slots < begin + document.tokens)] - begin for slots in heads
-            ]
-            layers.append(gather(layer, document.tokens, kept))
+        kept = kept_for_question(composed, index, document.tokens, keep, settings)
+        layers = [
+            gather(layer, document.tokens, list(heads)) for layer, heads in zip(document.layers, kept, strict=True)
+        ]
         compression = Compression.of("evaluation", keep=keep)
         return DocumentCache(document.document_id, document.token_ids, tuple(layers), compression)
 
@@ -248,14 +237,6 @@ def _beginning(state: DocumentCache, document: Tensor) -> DocumentCache:
     everything = [torch.arange(tokens)]
     layers = tuple(gather(layer, state.tokens, everything * len(layer.lengths)) for layer in state.layers)
     return DocumentCache(state.document_id, document, layers, Compression.full())
-
-
-def _pruned(composed: Composition, pieces: Sequence[Piece], room: int, settings: SnapKV) -> PromptState:
-    ranges = [
-        [Range(begin, begin + piece.tokens, piece.keep) for begin, piece in zip(row, pieces, strict=True) if piece.prunable]
-        for row in composed.begins
-    ]
-    return prune(composed.state, composed.window, ranges, room, settings)
 
 
 def token_f1(said: str, gold: str) -> float:

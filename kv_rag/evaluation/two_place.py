@@ -45,7 +45,7 @@ def two_places(
     contestants: Sequence[Contestant],
     keep: float,
     protocols: Sequence[str] = ("context", "context+task"),
-    on_question: Callable[[], object] = lambda: None,
+    on_case: Callable[[], object] = lambda: None,
 ) -> list[Place]:
     """Every method on every case with one document and at least two questions."""
     losses: dict[tuple[str, str], list[list[float]]] = {}
@@ -54,7 +54,7 @@ def two_places(
             continue
         for key, nll in _case(bench, case, contestants, keep, protocols).items():
             losses.setdefault(key, []).append(nll)
-        on_question()
+        on_case()
     if not losses:
         return []
     none, full = losses.pop(("no document", "")), losses.pop(("full", ""))
@@ -93,6 +93,3 @@ def _case(
 def _kept(none: list[list[float]], full: list[list[float]], nll: list[list[float]], which: slice) -> float:
     top, bottom = (sum(sum(case[which]) for case in losses) for losses in (none, full))
     return (top - sum(sum(case[which]) for case in nll)) / (top - bottom)
-
-
-__all__ = ["REUSED", "Place", "two_places"]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
+from kv_rag.methods.base import Reading
 from kv_rag.observation import LayerStep
 from kv_rag.scoring import attention_blocks
 
@@ -30,3 +32,20 @@ def document_attention(step: LayerStep, before: int, tokens: int) -> Iterator[tu
     keys = step.state.keys[:, : step.slots.end]
     for block, weights in attention_blocks(step.queries, keys, visible, step.scaling):
         yield visible[block], weights[..., before : before + tokens]
+
+
+class LayerScores:
+    """One ``[H, T]`` float32 for each layer of a document, zeros until it is written to."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._shape = (reading.kv_heads, reading.tokens)
+        self._layers: dict[int, Tensor] = {}
+
+    def of(self, step: LayerStep) -> Tensor:
+        """Those of the step's layer, on its device; to be changed in place."""
+        if step.layer not in self._layers:
+            self._layers[step.layer] = torch.zeros(self._shape, device=step.queries.device)
+        return self._layers[step.layer]
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._layers[layer]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_rag.methods.attention import document_attention
+from kv_rag.methods.attention import LayerScores, document_attention
 from kv_rag.methods.base import LayerStates, Reading
 from kv_rag.observation import LayerStep
 
@@ -32,20 +32,15 @@ class H2O:
 class _Accumulated:
     def __init__(self, reading: Reading, normalise: bool) -> None:
         self._reading, self._normalise = reading, normalise
-        self._sums: list[Tensor | None] = [None] * reading.layers
+        self._sums = LayerScores(reading)
 
     def observe(self, step: LayerStep) -> None:
-        reading = self._reading
-        sums = self._sums[step.layer]
-        if sums is None:
-            sums = torch.zeros(reading.kv_heads, reading.tokens, device=step.queries.device)
-            self._sums[step.layer] = sums
+        reading, sums = self._reading, self._sums.of(step)
         for _, weights in document_attention(step, reading.before, reading.tokens):
             sums[:, : weights.shape[-1]] += weights.sum(dim=2).mean(dim=1)
 
     def score(self, states: LayerStates) -> Tensor:
         sums = self._sums[states.layer]
-        assert sums is not None
         if not self._normalise:
             return sums
         tokens = states.reading.tokens

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kv_rag.errors import InvalidSetting
+from kv_rag.methods.attention import LayerScores
 from kv_rag.methods.base import LayerStates, Reading
 from kv_rag.observation import LayerStep
 from kv_rag.scoring import attention_blocks, output_norms
@@ -66,7 +67,7 @@ class _MostAttention:
         self._settings, self._reading = settings, reading
         self._parts = settings.parts(reading.tokens)
         self._at = [-1] * reading.layers  # the part a layer is at
-        self._most: list[Tensor | None] = [None] * reading.layers
+        self._most = LayerScores(reading)
 
     def observe(self, step: LayerStep) -> None:
         reading = self._reading
@@ -74,10 +75,7 @@ class _MostAttention:
         if int(step.slots.index[0]) == first:
             self._at[step.layer] += 1
         begin, end = self._parts[self._at[step.layer]]
-        most = self._most[step.layer]
-        if most is None:
-            most = torch.zeros(reading.kv_heads, reading.tokens, device=step.queries.device)
-            self._most[step.layer] = most
+        most = self._most.of(step)
         keys, before = step.state.keys, reading.before
         seen = torch.cat([keys[:, :before], keys[:, before + begin : before + end], keys[:, first : step.slots.end]], dim=1)
         visible = step.slots.index + 1 - first + before + end - begin
@@ -87,7 +85,6 @@ class _MostAttention:
 
     def score(self, states: LayerStates) -> Tensor:
         most = self._most[states.layer]
-        assert most is not None
         if self._settings.weight == "none":
             return most
         norms = output_norms(states.values, states.reading.output_weight(states.layer), order=2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kv_rag.errors import InvalidSetting
-from kv_rag.methods.attention import document_attention
+from kv_rag.methods.attention import LayerScores, document_attention
 from kv_rag.methods.base import LayerStates, Reading
 from kv_rag.observation import LayerStep
 
@@ -38,16 +38,13 @@ class _Counted:
     def __init__(self, reading: Reading, window: int) -> None:
         self._reading = reading
         self._first = reading.before + max(0, reading.tokens - window)  # slot of the first voting query
-        self._counts: list[Tensor | None] = [None] * reading.layers
+        self._counts = LayerScores(reading)
 
     def observe(self, step: LayerStep) -> None:
         reading = self._reading
         if step.slots.end <= self._first:
             return
-        counts = self._counts[step.layer]
-        if counts is None:
-            counts = torch.zeros(reading.kv_heads, reading.tokens, device=step.queries.device)
-            self._counts[step.layer] = counts
+        counts = self._counts.of(step)
         for visible, weights in document_attention(step, reading.before, reading.tokens):
             votes = (visible > self._first)[:, None] & _in_sight(visible - reading.before, weights.shape[-1])
             below = (weights < 1 / visible[:, None]) & votes
@@ -55,7 +52,6 @@ class _Counted:
 
     def score(self, states: LayerStates) -> Tensor:
         counts = self._counts[states.layer]
-        assert counts is not None
         tokens = states.reading.tokens
         voters = tokens - torch.arange(tokens, device=counts.device)
         return -counts / voters.clamp_max(tokens - (self._first - states.reading.before))

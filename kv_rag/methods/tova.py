@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_rag.methods.attention import document_attention
+from kv_rag.methods.attention import LayerScores, document_attention
 from kv_rag.methods.base import LayerStates, Reading
 from kv_rag.observation import LayerStep
 
@@ -25,7 +25,7 @@ class Tova:
 class _LastToken:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._weights: list[Tensor | None] = [None] * reading.layers
+        self._weights = LayerScores(reading)
 
     def observe(self, step: LayerStep) -> None:
         reading = self._reading
@@ -33,11 +33,9 @@ class _LastToken:
             return
         for _, weights in document_attention(step, reading.before, reading.tokens):
             last = weights[:, :, -1]  # [H, G, T]
-        self._weights[step.layer] = last.mean(dim=(0, 1)).expand(reading.kv_heads, -1)
+        self._weights.of(step)[:] = last.mean(dim=(0, 1))
 
     def score(self, states: LayerStates) -> Tensor:
-        weights = self._weights[states.layer]
-        assert weights is not None
-        scores = weights.clone()
+        scores = self._weights[states.layer].clone()
         scores[:, -1] = torch.inf  # the token that attends stays
         return scores

@@ -110,10 +110,6 @@ class Bucket:
                 raise
         return True
 
-    def overwrite(self, name: str, file: Path) -> None:
-        with self._asking("written"):
-            self._fs.put_file(str(file), f"{self._root}/{name}")
-
     def remove(self, name: str) -> None:
         """Removes a file; one that is gone already is no error."""
         with self._asking("removed"), contextlib.suppress(FileNotFoundError):

@@ -27,7 +27,7 @@ def document(model: LanguageModel, length: int = 150) -> Tensor:
 def scores(model: LanguageModel, ids: Tensor, name: str, chunk: int, **settings: Any) -> list[Tensor]:
     method = methods.create(name, settings)
     watcher = watcher_for(model, "d", ids, method)
-    full = prefill(model, "d", ids, chunk, watcher=watcher)
+    full = prefill(model, "d", ids, chunk, observer=watcher)
     return score(model, full, method, chunk, watcher)
 
 
@@ -108,7 +108,7 @@ def test_expected_attention_is_the_mean_over_gaussian_queries(tiny: LanguageMode
         def observe(self, step: LayerStep) -> None:
             raw[step.layer] = step.raw_queries[:, step.slots.index >= tiny.header[1].numel()].double()
 
-    full = prefill(tiny, "d", ids, 4096, watcher=Recorder())  # type: ignore[arg-type]
+    full = prefill(tiny, "d", ids, 4096, observer=Recorder())
     ours = scores(tiny, ids, "expected", 4096, **settings)
     about = reading(tiny, "d", ids)
     for index, layer in enumerate(full.layers):
