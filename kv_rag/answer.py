@@ -29,6 +29,7 @@ class AnswerMetadata:
         documents: ids of the documents served from their states, in prompt order.
         prompt_tokens: tokens of the whole prompt, dropped pairs counted.
         cached_tokens: of these, tokens served from states (documents and the prompt's header) and not recomputed.
+        cached_document_tokens: the same without the header, whose state every prompt finds.
         generated_tokens: tokens of the answer, the end token counted.
         seconds_to_first_token: from the call to the first token, reading states from disk included.
         seconds_per_token: mean over the later tokens; None for one token.
@@ -46,6 +47,7 @@ class AnswerMetadata:
     documents: tuple[str, ...]
     prompt_tokens: int
     cached_tokens: int
+    cached_document_tokens: int
     generated_tokens: int
     seconds_to_first_token: float
     seconds_per_token: float | None

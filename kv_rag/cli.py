@@ -19,13 +19,13 @@ import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
-from kv_rag.errors import ContextOverflow, EmptyInput, KVRagError, UnknownDocument
+from kv_rag.errors import ContextOverflow, EmptyInput, InvalidSetting, KVRagError, UnknownDocument
 from kv_rag.evaluation.commands import bench
 
 if TYPE_CHECKING:
     from kv_rag import Answer, Engine, Ingested
-    from kv_rag.store import DocumentRecord
-    from kv_rag.store import Store as AnyStore
+    from kv_rag.store import DocumentRecord, StateRecord
+    from kv_rag.store import Store as OpenedStore
     from kv_rag.textfiles import LeftOut
 
 SHORT_ID = 12  # digits shown; any 6 or more that fit one document name it
@@ -66,6 +66,13 @@ class StoredDtype(str, Enum):
     fp8 = "fp8"
 
 
+class Evict(str, Enum):
+    """Which states give way when the disk budget is used up."""
+
+    lru = "lru"
+    least_useful = "least_useful"
+
+
 class OnMissing(str, Enum):
     """What to do when a mode needs a state that was not stored."""
 
@@ -98,6 +105,22 @@ Model = Annotated[str, typer.Option(help="bundled:NAME, a folder, or a hub id. A
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOC", help="Name, id, or the beginning of an id.")]
 STORE, MODEL = "./kv", "bundled:smollm2-135m"
+_of_the_store: dict[str, Any] = {}  # options given before the command, of the one command that this process runs
+
+
+@app.callback()
+def common(
+    namespace: Annotated[
+        str | None, typer.Option(envvar="KV_RAG_NAMESPACE", help="A tenant's name; each has a store of its own.")
+    ] = None,
+    hmac_key_file: Annotated[
+        Path | None,
+        typer.Option(envvar="KV_RAG_HMAC_KEY_FILE", help="File with a secret: states others wrote are refused."),
+    ] = None,
+) -> None:
+    """Options of the store, before the command."""
+    secret = None if hmac_key_file is None else _secret(hmac_key_file)
+    _of_the_store.update(namespace=namespace, hmac_key=secret)
 
 
 @app.command(epilog="Example: kv-rag ingest notes/ manual.md --keep 0.25 --retain both")
@@ -117,6 +140,10 @@ def ingest(
     stored_dtype: Annotated[
         StoredDtype, typer.Option(help="As the model made them, or in fewer bits and a little wrong.")
     ] = StoredDtype.model,
+    disk_budget: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of state files; what is used least gives way to what is new.")
+    ] = None,
+    evict: Annotated[Evict, typer.Option(help="What gives way: unused for longest, or useful least.")] = Evict.lru,
     as_json: Json = False,
 ) -> None:
     """Read documents and store their states. What is stored already costs nothing."""
@@ -133,7 +160,7 @@ def ingest(
     progress = sys.stderr.isatty() and not as_json
     done: list[Ingested] = []
     failed: list[dict[str, str]] = []
-    with _engine(model, store) as engine:
+    with _engine(model, store, disk_budget=disk_budget, evict=evict.value) as engine:
         for document in documents:  # one by one, so that a document that is too long does not stop the others
             try:
                 done += engine.ingest(document, retain=retain.value, progress=progress, **settings)
@@ -201,14 +228,22 @@ def list_documents(store: Store = STORE, as_json: Json = False) -> None:
     """List the documents of a store."""
     with _opened(store) as opened:
         documents = opened.documents()
+        in_folder = opened.nbytes_on_disk()
     if as_json:
-        _print_json(documents=[_as_dict(record) for record in documents])
+        _print_json(
+            documents=[_as_dict(record) for record in documents], bytes_on_disk=sum(map(_bytes_on_disk, documents)),
+            store_bytes_on_disk=in_folder,
+        )  # fmt: skip
         return
     rows = [
-        (record.id[:SHORT_ID], f"{record.tokens:,}", decimal(_bytes_on_disk(record)), str(len(record.states)), _name(record))
+        (record.id[:SHORT_ID], f"{record.tokens:,}", *_sizes(list(record.states)), str(len(record.states)), _name(record))
         for record in documents
     ]
-    for line in columns([("id", "tokens", "on disk", "states", "name"), *rows], right=(1, 2, 3)):
+    states = [state for record in documents for state in record.states]
+    total = ("total", f"{sum(record.tokens for record in documents):,}", *_sizes(states), str(len(states)),
+             f"{len(documents)} documents, {decimal(in_folder)} with the index")  # fmt: skip
+    heading = ("id", "tokens", "pairs", "of", "compressed", "full", "on disk", "in memory", "states", "name")
+    for line in columns([heading, *rows, total], right=tuple(range(1, 9))):
         typer.echo(line)
 
 
@@ -277,7 +312,7 @@ def main() -> None:
 # --- opening ---
 
 
-def _engine(model: str, store: str) -> Engine:
+def _engine(model: str, store: str, **options: Any) -> Engine:
     from kv_rag import Engine, bundled
 
     _quiet_transformers()
@@ -287,7 +322,14 @@ def _engine(model: str, store: str) -> Engine:
             f"welcome; {model} is used for the first time: its weights are unpacked to {bundled.cache_folder()}, once, "
             "in under a minute"
         )
-    return Engine.from_pretrained(model, store=store)
+    return Engine.from_pretrained(model, store=store, **_of_the_store, **options)
+
+
+def _secret(path: Path) -> bytes:
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise InvalidSetting(f"the HMAC key file {path} cannot be read: {error.strerror}") from error
 
 
 def _quiet_transformers() -> None:
@@ -302,14 +344,15 @@ def _quiet_transformers() -> None:
 
 
 @contextmanager
-def _opened(folder: str, *, writing: bool = False) -> Iterator[AnyStore]:
+def _opened(folder: str, *, writing: bool = False) -> Iterator[OpenedStore]:
     """A store without its model, whatever model wrote it."""
     from kv_rag.store import open_store
 
-    store = open_store(folder, None, read_only=True)  # refuses a folder without a store, where writing would make one
+    # Refuses a folder without a store, where writing would make one.
+    store = open_store(folder, None, read_only=True, **_of_the_store)
     if writing:
         store.close()
-        store = open_store(folder, None)
+        store = open_store(folder, None, **_of_the_store)
     try:
         yield store
     finally:
@@ -417,7 +460,8 @@ def _as_dict(record: DocumentRecord) -> dict[str, Any]:
     states = [
         {
             "compression": str(state.compression), "pairs": state.pairs, "full_pairs": state.full_pairs,
-            "bytes_on_disk": state.file_bytes, "created": state.created, "path": str(state.path),
+            "bytes_on_disk": state.file_bytes, "bytes_in_memory": state.nbytes, "created": state.created,
+            "path": str(state.path),
         }
         for state in record.states
     ]  # fmt: skip
@@ -429,6 +473,16 @@ def _as_dict(record: DocumentRecord) -> dict[str, Any]:
 
 def _name(record: DocumentRecord) -> str:
     return record.name or record.id[:SHORT_ID]
+
+
+def _sizes(states: list[StateRecord]) -> tuple[str, ...]:
+    """Pairs kept and before; bytes of compressed, full and all files; bytes in memory when used."""
+    full = sum(state.file_bytes for state in states if state.compression.is_full)
+    on_disk = sum(state.file_bytes for state in states)
+    return (
+        f"{sum(state.pairs for state in states):,}", f"{sum(state.full_pairs for state in states):,}",
+        decimal(on_disk - full), decimal(full), decimal(on_disk), decimal(sum(state.nbytes for state in states)),
+    )  # fmt: skip
 
 
 def _bytes_on_disk(record: DocumentRecord) -> int:

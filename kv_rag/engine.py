@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +26,12 @@ from kv_rag.answer import Answer, AnswerMetadata, AnswerStream, Prefilled
 from kv_rag.compose import Composition, Piece, compose, computed_tokens
 from kv_rag.document import MODEL, Compression, Document, DocumentCache, Scalar
 from kv_rag.errors import (
+    DamagedState,
     EmptyInput,
     InvalidSetting,
     RepeatedDocument,
     StateMissing,
+    StoreError,
     StoreUnreachable,
     UnknownDocument,
 )
@@ -43,12 +46,13 @@ from kv_rag.resident import ResidentStates
 from kv_rag.selection import Budget, method_settings
 from kv_rag.snapkv import Range, SnapKV, prune
 from kv_rag.state import PromptState
-from kv_rag.store import DocumentRecord, Problem, StateRecord, open_store
+from kv_rag.store import LRU, AbsentStore, DocumentRecord, Problem, StateRecord, Store, TextShape, open_store
 
 logger = logging.getLogger(__name__)
 
 RETAIN = ("compressed", "full", "both")
 ON_MISSING = ("error", "prefill")
+ON_DAMAGE = ("error", "reingest")
 # Of the methods that cost no more than the prefill keydiff answers most (README). Heads that share a budget answer more
 # still, and need about 1.3 times as long to the first token: the default is the quick one.
 METHOD, KEEP, ALLOCATION = "keydiff", 0.25, "uniform"
@@ -112,8 +116,16 @@ class Engine:
 
     Args:
         model: the language model.
-        store: where states are kept; opened with the model's fingerprint.
+        store: where states are kept; opened with the model's fingerprint. Where that is not possible now (no rights, a
+            full disk) a warning is logged and every document is read for its question.
         resident_budget: bytes of document states held in memory between questions; None for no limit.
+        disk_budget: bytes of state files; the states used least give way before more is written. None for no limit.
+        evict: which those are: "lru", not used for longest, or "least_useful", sparing the fewest tokens per byte.
+        namespace: a tenant's name: its states are found by nobody who gives another one, or none.
+        hmac_key: a secret of 16 bytes or more; states that were not written by a holder of it are refused.
+        check: compare a state with its checksums when it is first read. Costs a few per cent of the first answer.
+        on_damage: what to do with a state that is not as it was written: "error" (or, where ``on_missing`` is "prefill",
+            read the document for this question), or "reingest" it, if its text is still to be had.
         chunk: tokens per forward pass when reading documents and long prompts.
 
     """
@@ -124,13 +136,31 @@ class Engine:
         store: str | Path = "./kv",
         *,
         resident_budget: int | None = None,
+        disk_budget: int | None = None,
+        evict: str = LRU,
+        namespace: str | None = None,
+        hmac_key: bytes | str | None = None,
+        check: bool = True,
+        on_damage: str = "error",
         chunk: int = CHUNK,
     ) -> None:
+        if on_damage not in ON_DAMAGE:
+            raise InvalidSetting(f"on_damage must be one of {', '.join(ON_DAMAGE)}, got {on_damage!r}")
         if not isinstance(chunk, int) or chunk < 1:
             raise InvalidSetting(f"chunk must be a number of tokens, at least 1, got {chunk!r}")
         self.model = model
-        self.store = open_store(store, model.fingerprint())
+        self._warned: set[str] = set()
         self._resident = ResidentStates(resident_budget)
+        self._on_damage = on_damage
+        self.store: Store
+        try:
+            self.store = open_store(
+                store, model.fingerprint(), namespace=namespace, hmac_key=hmac_key, disk_budget=disk_budget, evict=evict,
+                check=check,
+            )  # fmt: skip
+        except StoreUnreachable as error:
+            logger.warning("%s; until then documents are read for every question", error)
+            self.store = AbsentStore(store, error)
         self._chunk = chunk
         self._ingest_lock = threading.Lock()
         self._header_lock = threading.Lock()
@@ -146,6 +176,12 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         system: str | None = None,
         resident_budget: int | None = None,
+        disk_budget: int | None = None,
+        evict: str = LRU,
+        namespace: str | None = None,
+        hmac_key: bytes | str | None = None,
+        check: bool = True,
+        on_damage: str = "error",
         chunk: int = CHUNK,
     ) -> Engine:
         """An engine over ``bundled:smollm2-135m``, a folder, a hub id, or a ``(model, tokenizer)`` pair.
@@ -156,7 +192,7 @@ class Engine:
                 belongs to one model: opening it with another one is refused.
             device, dtype: see ``LanguageModel.from_pretrained``.
             system: text of the system message that stands before every document. Part of the store's identity.
-            resident_budget, chunk: see the class.
+            resident_budget, disk_budget, evict, namespace, hmac_key, check, on_damage, chunk: see the class.
 
         Raises:
             ModelNotFound, UnsupportedModel: from loading.
@@ -167,12 +203,21 @@ class Engine:
             language_model = LanguageModel(*model, system=system)
         else:
             language_model = LanguageModel.from_pretrained(model, device=device, dtype=dtype, system=system)
-        return cls(language_model, store, resident_budget=resident_budget, chunk=chunk)
+        return cls(
+            language_model, store, resident_budget=resident_budget, disk_budget=disk_budget, evict=evict,
+            namespace=namespace, hmac_key=hmac_key, check=check, on_damage=on_damage, chunk=chunk,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Frees what is held in memory and closes the store."""
         self._resident.clear()
         self.store.close()
+
+    def _warn_once(self, error: StoreError) -> None:
+        message = str(error)
+        if message not in self._warned and not (isinstance(error, StoreUnreachable) and error.logged):
+            self._warned.add(message)
+            logger.warning("%s", message)
 
     def __enter__(self) -> Engine:
         return self
@@ -272,20 +317,24 @@ class Engine:
         targets = {"compressed": [wanted], "full": [whole], "both": [wanted, whole]}[retain]
         with self._ingest_lock:
             missing = [target for target in targets if not self.store.has(document.id, target)]
+            records: dict[Compression, StateRecord] = {}
             if missing:
+                self.store.must_be_writable()
                 watcher = None if wanted not in missing else watcher_for(self.model, document.id, token_ids, compressor)
                 full = self._full_state(document, token_ids, bar, watcher)
                 for target in missing:
                     state = replace(full, compression=target)
                     if not target.is_full:
                         state = compress(self.model, full, compressor, target, self._chunk, watcher)
-                    self.store.put(document, state)
+                    records[target] = self.store.put(document, state)
                     if not target.is_full and target.stored_dtype == MODEL:  # others are not yet as they will be read
                         self._resident.hold(state)
             else:
                 bar.update(token_ids.numel())
                 self._rename(document, targets[0])
-        records = {record.compression: record for record in self.store.states(document.id)}
+        records |= {record.compression: record for record in self.store.states(document.id)}
+        if targets[0] not in records:
+            raise StateMissing(f"document {document.id} was removed while it was ingested; ingest it again")
         shown = records[targets[0]]
         return Ingested(
             document.id, document.name, shown.tokens, bool(missing), shown.pairs, shown.full_pairs,
@@ -335,24 +384,60 @@ class Engine:
         """Removes a document with all its states, from memory and disk; returns the bytes freed on disk."""
         document_id = self.store.resolve(reference)
         self._resident.drop(document_id)
+        self.store.pinned.discard(document_id)
         return self.store.remove(document_id)
+
+    def pin(self, reference: str, choice: Choice | None = None) -> int:
+        """Reads a document's state into memory and keeps it there; this engine does not evict it from the disk either.
+
+        Args:
+            reference: id, beginning of an id, name or text.
+            choice: which state, as a question will ask for it; default the newest compressed one.
+
+        Returns:
+            the bytes held.
+
+        Raises:
+            UnknownDocument, AmbiguousDocument, StateMissing, DamagedState.
+            InvalidSetting: it does not fit the resident budget beside what is pinned already.
+
+        """
+        document_id = self.store.resolve(reference)
+        state = self._state(document_id, choice or Choice("compressed"))
+        self._resident.pin(state)
+        self.store.pinned.add(document_id)
+        return state.nbytes
+
+    def unpin(self, reference: str) -> None:
+        """Lets a document give way again."""
+        document_id = self.store.resolve(reference)
+        self._resident.unpin(document_id)
+        self.store.pinned.discard(document_id)
 
     def verify(self) -> list[Problem]:
         """Reads every file of the store and compares checksums; an empty list means all is well."""
         return self.store.verify()
 
     def memory(self) -> MemoryReport:
-        """Bytes of every state, resident and on disk."""
+        """Bytes of every state, resident and on disk, and the budgets they are held to."""
+        held = self._resident.by_state()
+        by_document: Counter[str] = Counter()
+        for (document_id, _), nbytes in held.items():
+            by_document[document_id] += nbytes
         rows = []
         for record in self.store.documents():
-            states = [
-                StateMemory(str(state.compression), state.pairs, state.full_pairs, state.nbytes, state.file_bytes)
-                for state in self.store.states(record.id)
-            ]
+            states = tuple(
+                StateMemory(
+                    str(state.compression), state.pairs, state.full_pairs, state.nbytes, state.file_bytes,
+                    state.compression.is_full, held.get((record.id, state.compression), 0),
+                )
+                for state in record.states
+            )  # fmt: skip
+            pinned = record.id in self.store.pinned
             rows.append(
-                DocumentMemory(record.id, record.name, record.tokens, self._resident.nbytes(record.id), tuple(states))
+                DocumentMemory(record.id, record.name, record.tokens, by_document[record.id], states, pinned)
             )
-        return MemoryReport(tuple(rows))
+        return MemoryReport(tuple(rows), self._resident.budget, self.store.disk_budget, self.store.nbytes_on_disk())
 
     def kept(
         self, document: str, *, question: str | None = None, keep: float | None = None, method: str | None = None
@@ -526,7 +611,7 @@ class Engine:
     ) -> AnswerStream:
         started = time.perf_counter()
         choice = Choice(mode, keep, method)
-        segments = split_prompt(prompt, self.store.candidates, self._characters)
+        segments = split_prompt(prompt, self._candidates, self._characters)
         if force:
             segments = [
                 DocumentSegment(segment.document_id, segment.text) if isinstance(segment, DocumentSegment) else segment
@@ -534,10 +619,21 @@ class Engine:
             ]
         return self._start(segments, choice, repair, on_missing, snapkv, generation, started)
 
+    def _candidates(self, anchors: Collection[str]) -> dict[str, list[TextShape]]:
+        """A store that cannot be read now knows no document."""
+        try:
+            return self.store.candidates(anchors)
+        except StoreUnreachable as error:
+            self._warn_once(error)
+            return {}
+
     def _characters(self, document_id: str) -> int | None:
         try:
             return self.store.document(document_id).characters
         except UnknownDocument:
+            return None
+        except StoreUnreachable as error:
+            self._warn_once(error)
             return None
 
     def _named_documents(self, documents: str | Sequence[str], on_missing: str) -> list[DocumentSegment]:
@@ -550,9 +646,12 @@ class Engine:
             try:
                 document_id = self.store.resolve(text)
                 segment = DocumentSegment(document_id, "")
-            except UnknownDocument:
-                if on_missing != "prefill" or not any(letter.isspace() for letter in text.strip()):
+            except (UnknownDocument, StoreUnreachable) as error:
+                allowed = on_missing == "prefill" or isinstance(error, StoreUnreachable)
+                if not allowed or not any(letter.isspace() for letter in text.strip()):
                     raise
+                if isinstance(error, StoreUnreachable):
+                    self._warn_once(error)
                 document = Document(text)
                 document_id, segment = document.id, DocumentSegment(document.id, document.text)
             if document_id in found:
@@ -606,11 +705,14 @@ class Engine:
             modes.add(use.mode)
             try:
                 cache = self._state(segment.document_id, use)
-            except (StateMissing, StoreUnreachable) as error:
+            except (StateMissing, StoreUnreachable, DamagedState) as error:
                 # A reference is a hint from a retriever: what it asks for and is not there gives way to prefilling. So
-                # does a network that fails, whatever was asked for: the store has said so.
-                if on_missing == "error" and segment.choice is None and not isinstance(error, StoreUnreachable):
+                # does a store that cannot be reached, whatever was asked for.
+                given_way = segment.choice is not None and isinstance(error, StateMissing)
+                if on_missing == "error" and not given_way and not isinstance(error, StoreUnreachable):
                     raise
+                if not isinstance(error, StateMissing):
+                    self._warn_once(error)
                 token_ids = self._token_ids(segment)
                 pieces.append(Piece(token_ids))
                 prefilled.append(Prefilled(f"document {segment.document_id}", token_ids.numel(), str(error)))
@@ -658,7 +760,26 @@ class Engine:
         if not fitting:
             raise StateMissing(_missing(document_id, choice, records))
         compression = fitting[-1]
-        return self._resident.get(document_id, compression, lambda: self.store.get(document_id, compression))
+        self.store.count_use(next(record for record in records if record.compression == compression))
+        return self._resident.get(document_id, compression, lambda: self._load(document_id, compression))
+
+    def _load(self, document_id: str, compression: Compression) -> DocumentCache:
+        try:
+            return self.store.get(document_id, compression)
+        except DamagedState as error:
+            if self._on_damage != "reingest" or self.store.read_only:
+                raise
+            logger.warning("%s; document %s is ingested again", error, document_id)
+        document = Document(self.store.text(document_id), self.store.document(document_id).name)
+        self.store.remove(document_id, compression)
+        settings = dict(compression.settings)
+        chosen: dict[str, Any] = {
+            "method": compression.method, "keep": compression.keep, "budget": compression.budget, "retain": "compressed",
+            "allocation": str(settings.pop("allocation", "uniform")), "settings": settings,
+        }  # fmt: skip
+        whole = {"retain": "full"}
+        self.ingest(document, stored_dtype=compression.stored_dtype, **(whole if compression.is_full else chosen))
+        return self.store.get(document_id, compression)
 
     def serves(self, document_id: str, choice: Choice) -> bool:
         """Whether the store has a state of the document (unknown ones included) that ``choice`` is answered from."""
@@ -742,7 +863,8 @@ class Engine:
             repair=repair,
             documents=tuple(document_id for document_id, _ in plan.served),
             prompt_tokens=prompt_tokens,
-            cached_tokens=prompt_tokens - sum(computed_tokens(piece, repair).numel() for piece in plan.pieces),
+            cached_tokens=_not_computed(plan.pieces, repair),
+            cached_document_tokens=_not_computed([piece for piece in plan.pieces if _is_document(piece)], repair),
             generated_tokens=generated,
             seconds_to_first_token=first_token,
             seconds_per_token=(last_token - first_token) / (generated - 1) if generated > 1 else None,
@@ -764,6 +886,14 @@ def prune_composed(composition: Composition, pieces: Sequence[Piece], room: int,
         for row in composition.begins
     ]
     return prune(composition.state, composition.window, ranges, room, settings)
+
+
+def _is_document(piece: Piece) -> bool:
+    return piece.cache is not None and piece.cache.document_id != "header"
+
+
+def _not_computed(pieces: list[Piece], repair: float) -> int:
+    return sum(piece.tokens - computed_tokens(piece, repair).numel() for piece in pieces)
 
 
 def _limited(generation: Generation, room: int) -> Generation:

@@ -62,7 +62,14 @@ class StoreError(KVRagError, OSError):
 
 
 class StoreUnreachable(StoreError):
-    """A remote store does not answer, or refuses."""
+    """The store cannot be used now: a remote one does not answer, a folder may not be read or written, a disk is full.
+
+    Attributes:
+        logged: the store has warned of it already.
+
+    """
+
+    logged = False
 
 
 class StoreMismatch(StoreError):

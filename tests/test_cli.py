@@ -260,8 +260,9 @@ def test_wrong_usage_is_status_2(run: Run, arguments: list[str]) -> None:
 
 
 def test_list_shows_every_document(ingested: Run) -> None:
-    lines = ingested("list").stdout.splitlines()
+    *lines, total = ingested("list").stdout.splitlines()
     assert [line.split()[-1] for line in lines] == ["name", "manual.md", "minutes.md"]
+    assert total.startswith("total") and "2 documents" in total
 
 
 def test_list_prints_one_json_object(ingested: Run) -> None:

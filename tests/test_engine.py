@@ -437,17 +437,14 @@ def test_store_of_another_model_is_refused_by_name(engine: Engine, change: str, 
 
 def test_store_of_another_format_version_is_refused(engine: Engine) -> None:
     place = engine.store.folder / "store.json"
-    place.write_text(place.read_text().replace('"format": 1', '"format": 99'))
+    place.write_text(place.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(StoreMismatch, match="format version"):
         Engine(engine.model, engine.store.folder)
 
 
-def test_store_that_is_a_file_or_cannot_be_made_is_refused(engine: Engine) -> None:
-    place = engine.store.folder / "store.json"
+def test_store_that_is_a_file_is_refused(engine: Engine) -> None:
     with pytest.raises(StoreError, match="not a folder"):
-        Engine(engine.model, place)
-    with pytest.raises(StoreError, match="permissions"):
-        Engine(engine.model, "/proc/nowhere")
+        Engine(engine.model, engine.store.folder / "store.json")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from kv_rag import Answer, AnswerMetadata, AnswerStream, Choice, Engine, Generation, Ingested, strip_references
 from kv_rag.engine import REPAIR
-from kv_rag.errors import InvalidSetting, UnknownDocument
+from kv_rag.errors import InvalidSetting
 from kv_rag.lazy import LazyEngine, shared_engine
 from kv_rag.threads import in_thread
 from kv_rag.turns import acceptable
@@ -291,7 +291,7 @@ class ChatKVRag(BaseChatModel):
     def _result(self, answer: Answer) -> ChatResult:
         message = AIMessage(
             content=answer.text,
-            usage_metadata=_usage(self.load(), answer.metadata),
+            usage_metadata=_usage(answer.metadata),
             response_metadata=_response_metadata(self.model_name, answer.metadata),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
@@ -300,7 +300,7 @@ class ChatKVRag(BaseChatModel):
         """An empty piece with the figures: chunks are added up, so they may come only once."""
         message = AIMessageChunk(
             content="",
-            usage_metadata=_usage(self.load(), answer.metadata),
+            usage_metadata=_usage(answer.metadata),
             response_metadata=_response_metadata(self.model_name, answer.metadata),
             chunk_position="last",
         )
@@ -328,26 +328,14 @@ def _engine_names(settings: dict[str, Any]) -> dict[str, Any]:
     return {"max_new_tokens" if name == "max_tokens" else name: value for name, value in settings.items()}
 
 
-def _usage(engine: Engine, figures: AnswerMetadata) -> UsageMetadata:
+def _usage(figures: AnswerMetadata) -> UsageMetadata:
     return UsageMetadata(
         input_tokens=figures.prompt_tokens,
         output_tokens=figures.generated_tokens,
         total_tokens=figures.prompt_tokens + figures.generated_tokens,
-        input_token_details=InputTokenDetails(cache_read=_document_tokens_served(engine, figures)),
+        # Of documents only: the prompt's header has a state too; counted, it would hide a miss.
+        input_token_details=InputTokenDetails(cache_read=figures.cached_document_tokens),
     )
-
-
-def _document_tokens_served(engine: Engine, figures: AnswerMetadata) -> int:
-    """Tokens served from document states. The prompt's header has a state too; counted, it would hide a miss."""
-    if not figures.documents:
-        return 0
-    try:
-        documents = sum(engine.store.document(document_id).tokens for document_id in figures.documents)
-    except UnknownDocument:  # removed while the answer was made
-        return figures.cached_tokens
-    read = sum(stretch.tokens for stretch in figures.prefilled)
-    header = figures.prompt_tokens - documents - read
-    return figures.cached_tokens - header
 
 
 def _response_metadata(model_name: str, figures: AnswerMetadata) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Bucket:
     def _asking(self, what: str) -> Iterator[None]:
         """Turns whatever a network can raise into StoreUnreachable, and says so once until it works again."""
         if time.monotonic() < self._silent_until:
-            raise StoreUnreachable(f"{self.url} cannot be {what}: it did not answer a moment ago; try again later")
+            raise _logged(StoreUnreachable(f"{self.url} cannot be {what}: it did not answer a moment ago; try again later"))
         try:
             self._fs.invalidate_cache()  # others write there too
             yield
@@ -137,11 +137,17 @@ class Bucket:
                     self.url, what, type(error).__name__, error,
                 )  # fmt: skip
             self._warned = True
-            raise StoreUnreachable(
+            unreachable = StoreUnreachable(
                 f"{self.url} cannot be {what}: {type(error).__name__}: {error}; check the network, the address and the "
                 "credentials"
-            ) from error
+            )
+            raise _logged(unreachable) from error
         self._warned = False
+
+
+def _logged(error: StoreUnreachable) -> StoreUnreachable:
+    error.logged = True
+    return error
 
 
 def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:

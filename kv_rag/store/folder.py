@@ -3,30 +3,34 @@
 ``store.json``               format version and fingerprint
 ``index.sqlite``             derived from the files
 ``states/<aa>/<key>.safetensors``   one state; aa are the key's first two hex digits
-``states/.tmp-*``            being written; left over when a process was killed
+``states/.tmp-*``            being written
+``states/.mark-<key>-*``     the state is being written or removed, file and index
+
+The last two are locked by the process that made them; what a killed one left over is removed, and a marked state's row in
+the index made to fit its file, when the store is next opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
-import secrets
 import stat
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-from kv_rag.errors import DamagedState, StoreError, StoreMismatch
+from kv_rag.errors import DamagedState, StoreError, StoreMismatch, StoreUnreachable
+from kv_rag.store.claims import LOCKS, claimed, remove_if_abandoned
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-TEMPORARY = ".tmp-"
+FORMAT_VERSION = 2
+TEMPORARY, MARK = ".tmp-", ".mark-"
 SUFFIX = ".safetensors"
-STALE_SECONDS = 3600  # no write of one state takes this long; younger files may belong to a living process
 
 _KEY = re.compile(r"[0-9a-f]{40}")
 LARGEST_STORE_JSON = 1 << 20
@@ -42,7 +46,8 @@ class Folder:
         read_only: write nothing. Also set when there is no right to write.
 
     Raises:
-        StoreError: not a folder, not readable, or to be made where nothing may be written.
+        StoreError: not a folder, or no store where nothing may be written.
+        StoreUnreachable: it cannot be made or may not be read.
 
     """
 
@@ -51,7 +56,7 @@ class Folder:
         self.states = self.path / "states"
         self.index = self.path / "index.sqlite"
         self.description = self.path / "store.json"
-        self.read_only = read_only or (self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK))
+        self.read_only = read_only or (self.path.is_dir() and not _may(self.path, os.W_OK | os.X_OK))
         if not read_only:
             self._make()
         self._check()
@@ -64,7 +69,7 @@ class Folder:
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{self.path} cannot be a store: it is not a folder; name another folder") from error
         except OSError as error:
-            raise StoreError(
+            raise StoreUnreachable(
                 f"the store's folder {self.path} cannot be made: {error.strerror}; check the permissions, "
                 "or name a folder you may write to"
             ) from error
@@ -72,14 +77,17 @@ class Folder:
     def _check(self) -> None:
         if not self.path.is_dir():
             raise StoreError(f"there is no store in {self.path}; ingest documents first or name the right folder")
-        if not os.access(self.path, os.R_OK | os.X_OK):
-            raise StoreError(f"the store's folder {self.path} may not be read; ask for its rights or name another folder")
+        if not _may(self.path, os.R_OK | os.X_OK):
+            raise StoreUnreachable(f"the store's folder {self.path} may not be read; ask for its rights or name another one")
         if self.read_only and not self.description.exists():
-            raise StoreError(f"{self.path} holds no store and may not be written; name a folder you may write to")
+            raise StoreUnreachable(f"{self.path} holds no store and may not be written; name a folder you may write to")
         if self.states.is_symlink():
             raise StoreError(f"{self.states} is a symbolic link, which a store does not follow; make it a real folder")
 
     def state_path(self, key: str) -> Path:
+        """Where a state lies. Raises ValueError for what is no key: it could point anywhere."""
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key[:60]!r} is not the key of a state")
         return self.states / key[:2] / f"{key}{SUFFIX}"
 
     def state_files(self) -> Iterator[Path]:
@@ -99,32 +107,39 @@ class Folder:
                     yield from (Path(file.path) for file in files)
 
     def leftovers(self) -> list[Path]:
-        """Temporary files. They lie in two folders of few entries, so that looking costs the same for any store."""
+        """Temporary files and marks. They lie in two folders of few entries: looking costs the same for any store."""
         folders = [folder for folder in (self.path, self.states) if folder.is_dir()]
-        return [path for folder in folders for path in folder.glob(f"{TEMPORARY}*")]
+        return [path for folder in folders for begin in (TEMPORARY, MARK) for path in folder.glob(f"{begin}*")]
 
-    def sweep(self) -> None:
-        """Removes leftovers that no living process can still be writing."""
+    def sweep(self, mend: Callable[[str], object]) -> None:
+        """Removes what killed processes left; ``mend`` is called with the key of every state they were changing."""
         for path in self.leftovers():
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > STALE_SECONDS:
-                    path.unlink()
-                    logger.info("removed %s, left over from an interrupted write", path)
+            key = path.name[len(MARK) : len(MARK) + 40] if path.name.startswith(MARK) else ""
+            if remove_if_abandoned(path, functools.partial(mend, key) if _KEY.fullmatch(key) else lambda: None):
+                logger.info("removed %s, left over from an interrupted change", path)
+
+    @contextlib.contextmanager
+    def changing(self, key: str) -> Iterator[None]:
+        """Marks a state while its file and its row in the index are changed, for the sweep to finish what was not."""
+        with contextlib.ExitStack() as stack:
+            try:
+                mark, _ = stack.enter_context(claimed(self.states, f"{MARK}{key}-"))
+            except OSError as error:
+                raise _cannot_write(self.states, error) from error
+            yield
+            mark.unlink(missing_ok=True)  # only now: after an error there may be something to mend
 
     def write_state(self, key: str, blocks: Iterable[bytes | memoryview]) -> Path:
         """Writes one state file, whole or not at all, and returns its path."""
         path = self.state_path(key)
         try:
             make_private(path.parent)
-            _write(self._temporary(self.states), path, blocks)
+            _write(self.states, path, blocks)
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"{path} cannot be written: {error.strerror}; free space or name another folder") from error
+            raise _cannot_write(path, error) from error
         return path
-
-    def _temporary(self, folder: Path) -> Path:
-        return folder / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
     # --- store.json ---
 
@@ -145,11 +160,9 @@ class Folder:
                 raise StoreError(f"there is no store in {self.path}; ingest documents first or name the right folder")
             content = description(fingerprint)
             try:
-                written = _write_if_absent(self._temporary(self.path), self.description, content)
+                written = _write_if_absent(self.description, content)
             except OSError as error:
-                raise StoreError(
-                    f"{self.description} cannot be written: {error.strerror}; free space or name another folder"
-                ) from error
+                raise _cannot_write(self.description, error) from error
         there = self._read_description()
         self._compare(there, fingerprint)
         return {name: value for name, value in there.items() if name != "format version"}, written
@@ -162,7 +175,7 @@ class Folder:
             with self.description.open("rb") as file:
                 return parse_description(file.read(LARGEST_STORE_JSON))
         except PermissionError as error:
-            raise StoreError(f"{self.description} may not be read; ask for its rights or name another folder") from error
+            raise StoreUnreachable(f"{self.description} may not be read; ask for its rights or name another one") from error
         except GARBLED_DESCRIPTION as error:
             raise DamagedState(
                 f"{self.description} is damaged; remove it to open the store with the present settings "
@@ -186,22 +199,34 @@ def compare_descriptions(place: object, there: Mapping[str, str], fingerprint: M
     """Raises StoreMismatch, listing every difference, unless the store is of this fingerprint (None: of any)."""
     own = {name: value for name, value in there.items() if name != "format version"}
     here = {"format version": str(FORMAT_VERSION), **(own if fingerprint is None else fingerprint)}
-    names = [*here, *(name for name in there if name not in here)]
-    differences = [
-        f"{name}: {_short(there.get(name))} in the store, {_short(here.get(name))} now"
-        for name in names
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
+    found = differences(there, here)
+    if found:
         raise StoreMismatch(
-            f"the store in {place} was made with other settings ({'; '.join(differences)}); "
+            f"the store in {place} was made with other settings ({found}); "
             "open it with the same settings, or use another folder"
         )
 
 
+def differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Every setting that is not the same in what is stored and now; empty when all are."""
+    return "; ".join(
+        f"{name}: {_short(there.get(name))} in the store, {_short(here.get(name))} now"
+        for name in [*here, *(name for name in there if name not in here)]
+        if there.get(name) != here.get(name)
+    )
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _cannot_write(path: Path, error: OSError) -> StoreUnreachable:
+    return StoreUnreachable(f"{path} cannot be written: {error.strerror}; free space or name another folder")
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Writes a small file that only its owner may read, whole or not at all."""
-    _write(path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"), path, [content])
+    _write(path.parent, path, [content])
 
 
 def make_private(folder: Path) -> None:
@@ -225,42 +250,44 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write(temporary: Path, path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    _write_temporary(temporary, blocks)
-    try:
+def _write(folder: Path, path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Writes to a temporary file in ``folder``, of the same disk as ``path``, and renames it."""
+    with _temporary(folder) as (temporary, file):
+        _write_and_sync(file, blocks)
+        if not LOCKS:  # Windows renames no open file; elsewhere it stays claimed until it has its name
+            file.close()
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 
-def _write_if_absent(temporary: Path, path: Path, content: bytes) -> bool:
+def _write_if_absent(path: Path, content: bytes) -> bool:
     """Of two processes that open a new folder at once, one writes and both compare. True for the one that wrote."""
-    _write_temporary(temporary, [content])
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _temporary(path.parent) as (temporary, file):
+        _write_and_sync(file, [content])
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            os.replace(temporary, path)
     sync_folder(path.parent)
     return True
 
 
-def _write_temporary(temporary: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for block in blocks:
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    with claimed(folder, TEMPORARY) as (path, file):
+        try:
+            yield path, file
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _write_and_sync(file: BinaryIO, blocks: Iterable[bytes | memoryview]) -> None:
+    for block in blocks:
+        file.write(block)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _short(value: str | None) -> str:

@@ -9,15 +9,18 @@ Tensors, in the file's order (layer after layer, so that the first layers can be
 A compression with a ``stored_dtype`` has keys and values as ``kv_rag.store.quantise`` packs them, with the ranges
 (``layers.{i:03d}.keys.low`` and so on) before them.
 
-Metadata, all strings: ``format``, ``fingerprint`` (digest), ``document_id``, ``name`` (JSON), ``compression`` (JSON),
-``dtype`` (of the numbers when read: float32, float16 or bfloat16),
-``tokens``, ``characters``, ``lengths`` (JSON: pairs in every head of every layer), ``created``, ``checksums`` (JSON:
-BLAKE2b-128 of every tensor's bytes) and ``header_checksum`` over all of these and every tensor's dtype and shape.
+Metadata, all strings: ``format``, ``integrity`` (``crc32`` or ``hmac``, see ``kv_rag.store.seal``), ``fingerprint`` (JSON:
+what the state depends on, by name), ``document_id``, ``name`` (JSON), ``compression`` (JSON), ``dtype`` (of the numbers
+when read: float32, float16 or bfloat16), ``tokens``, ``characters``, ``lengths`` (JSON: pairs in every head of every
+layer), ``created``, ``checksums`` (JSON: of every tensor's bytes) and ``header_checksum`` over all of these and every
+tensor's dtype and shape. Spaces may follow the header's last brace, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import stat
 import struct
@@ -32,19 +35,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kv_rag.document import Compression, Document, DocumentCache, LayerPairs, text_digest
-from kv_rag.errors import DamagedState, InvalidSetting, StoreError
+from kv_rag.errors import DamagedState, InvalidSetting, StoreUnreachable
 from kv_rag.store import quantise
 from kv_rag.store.identity import (
-    checksum,
     compression_json,
-    length_prefixed_digest,
+    fingerprint_digest,
     parse_compression,
     state_key,
     tensor_bytes,
 )
+from kv_rag.store.seal import HMAC, NO_KEY, Seal
 
-FORMAT = "kv_rag state 1"
-LARGEST_HEADER = 16 << 20  # bytes; 100 layers of 128 heads need 0.2 MB. Bounds what a hostile file makes us parse.
+FORMAT = "kv_rag state 2"
+LARGEST_HEADER = 4 << 20  # bytes; 100 layers of 128 heads need 0.2 MB. Bounds what a hostile file makes us parse.
 
 _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
@@ -62,7 +65,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 class Header:
     """What a state file says about itself."""
 
-    fingerprint: str
+    settings: Mapping[str, str]  # what it depends on, by name: model, tokenizer, template, rotary, dtype, ...
     document_id: str
     name: str | None
     compression: Compression
@@ -72,6 +75,10 @@ class Header:
     created: str
     dtype: str  # of keys and values once read, whatever they are stored in
     checksums: Mapping[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_digest(self.settings)
 
     @property
     def pairs(self) -> int:
@@ -91,6 +98,7 @@ class StateFile:
     identity: tuple[int, ...]  # changes when the file is replaced or written to
     header: Header
     tensors: Mapping[str, Tensor]
+    seal: Seal
 
     def cache(self) -> DocumentCache:
         """The state in the model's dtype: mapped when it is stored so, else computed here and held in memory."""
@@ -124,14 +132,16 @@ class StateFile:
 
     def check(self) -> None:
         """Reads everything. Raises DamagedState naming the first tensor whose bytes are not those written."""
-        for name, tensor in self.tensors.items():
-            if checksum(tensor) != self.header.checksums[name]:
+        _read_ahead(self.path)
+        for name, found in self.seal.tensors(self.tensors).items():
+            if found != self.header.checksums[name]:
                 raise damaged(self.path, f"the bytes of {name} are not those that were written")
         tokens = self.header.tokens
         for name, tensor in self.tensors.items():
             # A file can carry matching checksums and still be made up.
             if name.endswith(".positions") and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < tokens:
                 raise damaged(self.path, f"{name} points outside the document's {tokens} tokens")
+        self.text()
 
 
 def damaged(path: Path, what: str) -> DamagedState:
@@ -142,7 +152,9 @@ def damaged(path: Path, what: str) -> DamagedState:
 # --- writing ---
 
 
-def new_state(document: Document, cache: DocumentCache, fingerprint: str) -> tuple[Header, dict[str, Tensor]]:
+def new_state(
+    document: Document, cache: DocumentCache, settings: Mapping[str, str], seal: Seal = NO_KEY
+) -> tuple[Header, dict[str, Tensor]]:
     """Header and tensors, in the file's order, of a state to be written.
 
     Raises:
@@ -160,9 +172,9 @@ def new_state(document: Document, cache: DocumentCache, fingerprint: str) -> tup
             tensors[f"layers.{i:03d}.{part}"] = tensor
     tensors["text"] = torch.frombuffer(text, dtype=torch.uint8)
     header = Header(
-        fingerprint, document.id, document.name, cache.compression, cache.tokens, len(document.text),
+        settings, document.id, document.name, cache.compression, cache.tokens, len(document.text),
         tuple(tuple(layer.lengths) for layer in cache.layers), datetime.now(timezone.utc).isoformat(),
-        str(cache.dtype).removeprefix("torch."), {name: checksum(tensor) for name, tensor in tensors.items()},
+        str(cache.dtype).removeprefix("torch."), seal.tensors(tensors),
     )  # fmt: skip
     try:
         _check_structure(header, tensors)
@@ -171,15 +183,16 @@ def new_state(document: Document, cache: DocumentCache, fingerprint: str) -> tup
     return header, tensors
 
 
-def file_blocks(header: Header, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def file_blocks(header: Header, tensors: Mapping[str, Tensor], seal: Seal = NO_KEY) -> Iterator[bytes | memoryview]:
     """The file's bytes, block by block.
 
     Not ``safetensors.torch.save_file``: that refuses tensors that share memory (a document may be shorter than its
     mapped file, keys may equal values), sorts them by size instead of by layer, and writes to a temporary file under a
     name of its own, which nobody would find and remove after a crash.
     """
-    metadata = _metadata(header)
-    entries: dict[str, Any] = {"__metadata__": metadata | {"header_checksum": _header_checksum(metadata, tensors)}}
+    metadata = _metadata(header, seal)
+    checksum = seal.header(_header_content(metadata, tensors))
+    entries: dict[str, Any] = {"__metadata__": metadata | {"header_checksum": checksum}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
@@ -194,10 +207,11 @@ def file_blocks(header: Header, tensors: Mapping[str, Tensor]) -> Iterator[bytes
         yield tensor_bytes(tensor)
 
 
-def _metadata(header: Header) -> dict[str, str]:
+def _metadata(header: Header, seal: Seal) -> dict[str, str]:
     return {
         "format": FORMAT,
-        "fingerprint": header.fingerprint,
+        "integrity": seal.kind,
+        "fingerprint": json.dumps(dict(header.settings), sort_keys=True, separators=(",", ":")),
         "document_id": header.document_id,
         "name": json.dumps(header.name),  # as JSON: None is not "", and lone surrogates are escaped
         "compression": compression_json(header.compression),
@@ -210,33 +224,34 @@ def _metadata(header: Header) -> dict[str, str]:
     }
 
 
-def _header_checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def _header_content(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """All that the header's checksum is made of."""
     shapes = [[name, _DTYPES.get(tensor.dtype, "other"), list(tensor.shape)] for name, tensor in sorted(tensors.items())]
-    return length_prefixed_digest(json.dumps([sorted(metadata.items()), shapes]).encode())
+    return json.dumps([sorted(metadata.items()), shapes]).encode()
 
 
 # --- reading ---
 
 
-def read_state(path: Path) -> StateFile:
+def read_state(path: Path, seal: Seal = NO_KEY) -> StateFile:
     """Opens a state file and checks all but the tensors' bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
-        StoreError: there are no rights to read it.
-        DamagedState: it is not a state file, or not the one its name says.
+        StoreUnreachable: there are no rights to read it.
+        DamagedState: it is no state file of this format, not the one its name says, or not written by a holder of the key.
 
     """
     try:
         status = _regular_file(path)
         metadata, tensors = _map(path)
-        header = _parse(metadata, tensors)
+        header = _parse(metadata, tensors, seal)
         _check_structure(header, tensors)
         key = state_key(header.fingerprint, header.document_id, tensors["token_ids"], header.compression)
     except FileNotFoundError:
         raise
     except PermissionError as error:
-        raise StoreError(f"{path} may not be read; ask for its rights or ingest into another folder") from error
+        raise StoreUnreachable(f"{path} may not be read; ask for its rights or ingest into another folder") from error
     except KeyError as error:
         raise damaged(path, f"{error} is missing") from error
     except _GARBLED as error:
@@ -244,7 +259,7 @@ def read_state(path: Path) -> StateFile:
     if key != path.stem:
         raise damaged(path, "its content belongs under another file name")
     identity = (status[0], status[1], status[2])
-    return StateFile(path, status[0], identity, header, tensors)
+    return StateFile(path, status[0], identity, header, tensors, seal)
 
 
 def _regular_file(path: Path) -> tuple[int, int, int]:
@@ -255,8 +270,10 @@ def _regular_file(path: Path) -> tuple[int, int, int]:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        beginning = file.read(8)
-    header_bytes(beginning, status.st_size)
+        end = 8 + header_bytes(file.read(8), status.st_size)
+        file.seek(max(8, end - 8))
+        if not file.read(end - file.tell()).rstrip(b" ").endswith(b"}"):
+            raise ValueError("a header with something else behind it")
     return status.st_size, status.st_ino, status.st_mtime_ns
 
 
@@ -266,7 +283,16 @@ def _map(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}
 
 
-def read_beginning(name: str, content: bytes, file_bytes: int) -> tuple[StateFile, tuple[int, int]]:
+def _read_ahead(path: Path) -> None:
+    """Asks the system to fetch the file, so that its last layers arrive while the first are looked at."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def read_beginning(
+    name: str, content: bytes, file_bytes: int, seal: Seal = NO_KEY
+) -> tuple[StateFile, tuple[int, int]]:
     """A state from its file's first bytes (all of the header at least), and where in the file its text begins and ends.
 
     For files that are far away. The tensors have shapes and no bytes, which are to be checked when the file is here.
@@ -284,7 +310,7 @@ def read_beginning(name: str, content: bytes, file_bytes: int) -> tuple[StateFil
             part: torch.empty(entry["shape"], dtype=by_code[entry["dtype"]], device="meta")
             for part, entry in entries.items()
         }
-        header = _parse(metadata, tensors)
+        header = _parse(metadata, tensors, seal)
         _check_structure(header, tensors)
         begin, end = (beginning + int(offset) for offset in entries["text"]["data_offsets"])
         if not beginning <= begin <= end <= file_bytes or end - begin != tensors["text"].numel():
@@ -293,7 +319,7 @@ def read_beginning(name: str, content: bytes, file_bytes: int) -> tuple[StateFil
         raise damaged(Path(name), f"{error} is missing") from error
     except (*_GARBLED, RecursionError) as error:
         raise damaged(Path(name), f"{error}") from error
-    return StateFile(Path(name), file_bytes, (), header, tensors), (begin, end)
+    return StateFile(Path(name), file_bytes, (), header, tensors, seal), (begin, end)
 
 
 def header_bytes(beginning: bytes, file_bytes: int) -> int:
@@ -306,12 +332,19 @@ def header_bytes(beginning: bytes, file_bytes: int) -> int:
     return length
 
 
-def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Header:
+def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor], seal: Seal) -> Header:
     expected = metadata.pop("header_checksum")
     if metadata["format"] != FORMAT:
         raise ValueError(f"format {metadata['format'][:40]!r}, this version reads {FORMAT!r}")
-    if _header_checksum(metadata, tensors) != expected:
-        raise ValueError("the header is not the one that was written")
+    if metadata["integrity"] != seal.kind:
+        raise ValueError("it was not written by a holder of the HMAC key" if seal.kind == HMAC
+                         else "it can only be checked with the HMAC key it was written with")  # fmt: skip
+    if not seal.fits_header(_header_content(metadata, tensors), expected):
+        raise ValueError("the header is not the one that was written"
+                         + (", or not by a holder of the HMAC key" if seal.kind == HMAC else ""))  # fmt: skip
+    settings = json.loads(metadata["fingerprint"])
+    if not all(isinstance(value, str) for value in settings.values()):
+        raise ValueError("a fingerprint that holds more than strings")
     lengths = json.loads(metadata["lengths"])
     if not all(type(length) is int for layer in lengths for length in layer):
         raise ValueError("lengths that are no numbers")
@@ -320,7 +353,7 @@ def _parse(metadata: dict[str, str], tensors: Mapping[str, Tensor]) -> Header:
         raise ValueError("a name that is no string")
     datetime.fromisoformat(metadata["created"])
     return Header(
-        metadata["fingerprint"], metadata["document_id"], name, parse_compression(metadata["compression"]),
+        settings, metadata["document_id"], name, parse_compression(metadata["compression"]),
         int(metadata["tokens"]), int(metadata["characters"]), tuple(tuple(layer) for layer in lengths),
         metadata["created"], metadata["dtype"], dict(json.loads(metadata["checksums"])),
     )  # fmt: skip

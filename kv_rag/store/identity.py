@@ -72,8 +72,3 @@ def parse_compression(text: str) -> Compression:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's bytes, without a copy when it is contiguous and in main memory."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def checksum(tensor: Tensor) -> str:
-    """BLAKE2b-128 of a tensor's bytes, 32 hex digits."""
-    return hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()

@@ -13,10 +13,11 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kv_rag.document import Compression
-from kv_rag.errors import StoreError
+from kv_rag.errors import StoreError, StoreUnreachable
 from kv_rag.store.folder import Folder
 from kv_rag.store.identity import compression_json, parse_compression
 from kv_rag.store.records import ANCHOR, DocumentRecord, IndexEntry, StateRecord, TextShape
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 BUSY_SECONDS = 30.0  # how long one process waits for another's write
 _CHUNK = 500  # anchors per query
 
@@ -36,12 +37,24 @@ _SCHEMA = (
     """CREATE TABLE states (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, document_id TEXT NOT NULL,
         compression TEXT NOT NULL, pairs INTEGER NOT NULL, full_pairs INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-        file_bytes INTEGER NOT NULL, created TEXT NOT NULL, UNIQUE (document_id, compression))""",
+        file_bytes INTEGER NOT NULL, created TEXT NOT NULL, uses INTEGER NOT NULL DEFAULT 0, last_use INTEGER NOT NULL,
+        UNIQUE (document_id, compression))""",
     "CREATE INDEX documents_by_anchor ON documents (anchor) WHERE anchor IS NOT NULL",
     "CREATE INDEX documents_by_name ON documents (name)",
+    "CREATE INDEX states_by_use ON states (last_use, file_bytes)",
 )
 _STATES = """SELECT s.document_id, d.name, s.compression, d.tokens, s.pairs, s.full_pairs, s.nbytes, s.file_bytes, s.key,
     s.created FROM states s JOIN documents d ON d.id = s.document_id"""
+_NEXT_USE = "(SELECT coalesce(max(last_use), 0) + 1 FROM states)"
+
+
+# Orders in which states give way. last_use counts uses, not seconds: clocks jump.
+LRU, LEAST_USEFUL = "lru", "least_useful"
+_ORDERS = {
+    LRU: "s.last_use",
+    # Tokens that need no reading, for every byte: large states of short documents go first, those never asked for too.
+    LEAST_USEFUL: "(s.uses + 1.0) * d.tokens / s.file_bytes, s.last_use",
+}
 
 
 class Index:
@@ -52,7 +65,7 @@ class Index:
         scan: reads every state file; called only to rebuild the index.
 
     Raises:
-        StoreError: SQLite cannot open or make the index.
+        StoreUnreachable: SQLite cannot open or make the index.
 
     """
 
@@ -76,6 +89,9 @@ class Index:
         wanted = (document_id, compression_json(compression))
         return next(iter(self._states("WHERE s.document_id = ? AND s.compression = ?", wanted)), None)
 
+    def has(self, key: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM states WHERE key = ?", (key,), tuple))
+
     def states(self, document_id: str) -> list[StateRecord]:
         return self._states("WHERE s.document_id = ? ORDER BY s.seq", (document_id,))
 
@@ -85,22 +101,19 @@ class Index:
     def documents(self, document_id: str | None = None) -> list[DocumentRecord]:
         """One document (or none, when unknown) or all, in order of ingestion."""
         where, arguments = ("WHERE id = ?", (document_id,)) if document_id is not None else ("", ())
-        rows = self._rows(f"SELECT id, name, tokens, characters FROM documents {where} ORDER BY seq", arguments)
-        states: dict[str, list[StateRecord]] = {row[0]: [] for row in rows}
+        rows = self._rows(f"SELECT id, name, tokens, characters FROM documents {where} ORDER BY seq", arguments, _document)
+        states: dict[str, list[StateRecord]] = {row.id: [] for row in rows}
         for record in self.every_state() if document_id is None else self.states(document_id):
             if record.document_id in states:
                 states[record.document_id].append(record)
-        return [
-            DocumentRecord(row[0], json.loads(row[1]), row[2], row[3], tuple(states[row[0]]))
-            for row in rows
-            if states[row[0]]
-        ]
+        return [replace(row, states=tuple(states[row.id])) for row in rows if states[row.id]]
 
     def named(self, name: str) -> list[str]:
-        return [row[0] for row in self._rows("SELECT id FROM documents WHERE name = ?", (json.dumps(name),))]
+        return [row[0] for row in self._rows("SELECT id FROM documents WHERE name = ?", (json.dumps(name),), tuple)]
 
     def beginning_with(self, prefix: str) -> list[str]:
-        return [row[0] for row in self._rows("SELECT id FROM documents WHERE id >= ? AND id < ?", (prefix, prefix + "g"))]
+        query = "SELECT id FROM documents WHERE id >= ? AND id < ?"
+        return [row[0] for row in self._rows(query, (prefix, prefix + "g"), tuple)]
 
     def candidates(self, anchors: Collection[str]) -> dict[str, list[TextShape]]:
         wanted = [_blob(anchor) for anchor in anchors]
@@ -108,13 +121,17 @@ class Index:
         for begin in range(0, len(wanted), _CHUNK):
             chunk = wanted[begin : begin + _CHUNK]
             marks = ",".join("?" * len(chunk))
-            rows = self._rows(f"SELECT anchor, id, characters, tail FROM documents WHERE anchor IN ({marks})", chunk)
-            for anchor, document_id, characters, tail in rows:
-                found.setdefault(_text(anchor), []).append(TextShape(document_id, characters, _text(tail)))
+            query = f"SELECT anchor, id, characters, tail FROM documents WHERE anchor IN ({marks})"
+            for anchor, shape in self._rows(query, chunk, _shape):
+                found.setdefault(anchor, []).append(shape)
         return found
 
+    def giving_way(self, order: str) -> list[StateRecord]:
+        """All states, the one to be evicted first before the others. ``order`` is LRU or LEAST_USEFUL."""
+        return self._states(f"ORDER BY {_ORDERS[order]}", ())
+
     def file_bytes(self) -> int:
-        return int(self._rows("SELECT coalesce(sum(file_bytes), 0) FROM states", ())[0][0])
+        return int(self._rows("SELECT coalesce(sum(file_bytes), 0) FROM states", (), tuple)[0][0])
 
     # --- writing ---
 
@@ -128,31 +145,57 @@ class Index:
         return self._run(work)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Removes states' rows, and the documents' that have none left. Nothing happens in a read-only store."""
+        """Removes the rows of states whose files are gone, and the documents' that have none left.
+
+        Looks at the files under the lock: one that another process has put there meanwhile keeps its row. Nothing happens
+        in a read-only store.
+        """
         if self._folder.read_only:
             return
 
         def work(connection: sqlite3.Connection) -> None:
             with _transaction(connection):
                 for key in keys:
+                    if os.path.lexists(self._folder.state_path(key)):
+                        continue
+                    owners = connection.execute("SELECT document_id FROM states WHERE key = ?", (key,)).fetchall()
                     connection.execute("DELETE FROM states WHERE key = ?", (key,))
-                connection.execute("DELETE FROM documents WHERE id NOT IN (SELECT document_id FROM states)")
+                    left = "SELECT 1 FROM states WHERE document_id = id"
+                    connection.executemany(f"DELETE FROM documents WHERE id = ? AND NOT EXISTS ({left})", owners)
+
+        self._run(work)
+
+    def used(self, keys: Iterable[str]) -> None:
+        """Counts one use of each state, the last one used last. Nothing happens in a read-only store."""
+        if self._folder.read_only:
+            return
+
+        def work(connection: sqlite3.Connection) -> None:
+            with _transaction(connection):
+                for key in keys:
+                    connection.execute(f"UPDATE states SET uses = uses + 1, last_use = {_NEXT_USE} WHERE key = ?", (key,))
 
         self._run(work)
 
     # --- the connection ---
 
     def _states(self, where: str, arguments: Sequence[Any]) -> list[StateRecord]:
-        return [
-            StateRecord(
-                row[0], json.loads(row[1]), parse_compression(row[2]), row[3], row[4], row[5], row[6], row[7],
-                self._folder.state_path(row[8]), row[9],
-            )
-            for row in self._rows(f"{_STATES} {where}", arguments)
-        ]  # fmt: skip
+        return self._rows(f"{_STATES} {where}", arguments, self._state)
 
-    def _rows(self, query: str, arguments: Sequence[Any]) -> list[Any]:
-        return self._run(lambda connection: connection.execute(query, arguments).fetchall())
+    def _state(self, row: Sequence[Any]) -> StateRecord:
+        return StateRecord(
+            row[0], json.loads(row[1]), parse_compression(row[2]), row[3], row[4], row[5], row[6], row[7],
+            self._folder.state_path(row[8]), row[9],
+        )  # fmt: skip
+
+    def _rows(self, query: str, arguments: Sequence[Any], parse: Callable[[Sequence[Any]], Result]) -> list[Result]:
+        def work(connection: sqlite3.Connection) -> list[Result]:
+            try:
+                return [parse(row) for row in connection.execute(query, arguments)]
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise sqlite3.DatabaseError(f"a row that was not written here: {error}") from error
+
+        return self._run(work)
 
     def _run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Runs ``work``; when SQLite finds its file damaged, once more after rebuilding it."""
@@ -169,8 +212,8 @@ class Index:
             except sqlite3.DatabaseError as error:
                 raise self._failure(error) from error
 
-    def _failure(self, error: sqlite3.Error) -> StoreError:
-        return StoreError(
+    def _failure(self, error: sqlite3.Error) -> StoreUnreachable:
+        return StoreUnreachable(
             f"the index {self._folder.index} cannot be used: {error}; if no other process holds it and there is space, "
             "remove it: it is rebuilt from the state files"
         )
@@ -194,12 +237,12 @@ class Index:
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o600))
         except OSError as error:
-            raise StoreError(f"{path} cannot be opened: {error.strerror}; it must be a file you may write to") from error
+            raise StoreUnreachable(f"{path} cannot be opened: {error.strerror}; it must be a file to write to") from error
         connection = _connect(str(path))
         try:
             self._inode = _inode(path)
             connection.execute("PRAGMA synchronous = NORMAL")  # the states are the data; an index can be rebuilt
-            if _version(connection) != INDEX_VERSION:
+            if not _is_ours(connection):
                 self._fill(connection)
         except BaseException:
             connection.close()
@@ -212,8 +255,7 @@ class Index:
         if path.is_file() and not path.is_symlink():
             connection = _connect(f"{path.as_uri()}?mode=ro")
             try:
-                if _version(connection) == INDEX_VERSION:
-                    connection.execute(f"{_STATES} LIMIT 1").fetchall()
+                if _is_ours(connection):
                     self._inode = _inode(path)
                     return connection
             except sqlite3.DatabaseError:
@@ -226,10 +268,8 @@ class Index:
     def _fill(self, connection: sqlite3.Connection) -> None:
         """Builds the index from the files in one transaction: other processes see nothing or all of it."""
         with _transaction(connection):
-            if _version(connection) == INDEX_VERSION:  # another process was faster
+            if _is_ours(connection):  # another process was faster
                 return
-            for table in ("documents", "states"):
-                connection.execute(f"DROP TABLE IF EXISTS {table}")
             for statement in _SCHEMA:
                 connection.execute(statement)
             for entry in sorted(self._scan(), key=lambda entry: (entry.record.created, entry.key)):
@@ -265,8 +305,8 @@ def _insert(connection: sqlite3.Connection, entry: IndexEntry) -> list[str]:
     connection.execute("DELETE FROM states WHERE document_id = ? AND compression = ? AND key != ?",
                        (record.document_id, compression, entry.key))  # fmt: skip
     connection.execute(
-        "INSERT INTO states (key, document_id, compression, pairs, full_pairs, nbytes, file_bytes, created) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET document_id = excluded.document_id, "
+        "INSERT INTO states (key, document_id, compression, pairs, full_pairs, nbytes, file_bytes, created, last_use) "
+        f"VALUES (?, ?, ?, ?, ?, ?, ?, ?, {_NEXT_USE}) ON CONFLICT (key) DO UPDATE SET document_id = excluded.document_id, "
         "compression = excluded.compression, pairs = excluded.pairs, full_pairs = excluded.full_pairs, "
         "nbytes = excluded.nbytes, file_bytes = excluded.file_bytes, created = excluded.created",
         (entry.key, record.document_id, compression, record.pairs, record.full_pairs, record.nbytes,
@@ -294,8 +334,25 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("COMMIT")
 
 
-def _version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+def _is_ours(connection: sqlite3.Connection) -> bool:
+    """True for our tables, False for an empty file. Anything else, such as a view that never ends, is not used."""
+    connection.execute("PRAGMA trusted_schema = OFF")
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite!_%' ESCAPE '!'"
+    schema = sorted(str(row[0]) for row in connection.execute(query))
+    if version == INDEX_VERSION and schema == sorted(_SCHEMA):
+        return True
+    if schema or version:
+        raise sqlite3.DatabaseError("it has other tables")
+    return False
+
+
+def _document(row: Sequence[Any]) -> DocumentRecord:
+    return DocumentRecord(row[0], json.loads(row[1]), row[2], row[3], ())
+
+
+def _shape(row: Sequence[Any]) -> tuple[str, TextShape]:
+    return _text(row[0]), TextShape(row[1], row[2], _text(row[3]))
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:

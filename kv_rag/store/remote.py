@@ -39,9 +39,10 @@ from kv_rag.store.folder import (
 )
 from kv_rag.store.format import StateFile, header_bytes, read_beginning, read_state
 from kv_rag.store.identity import fingerprint_digest
-from kv_rag.store.index import Index
-from kv_rag.store.local import LocalStore, index_entry
+from kv_rag.store.index import LRU, Index
+from kv_rag.store.local import LocalStore, index_entry, with_key
 from kv_rag.store.records import DocumentRecord, IndexEntry, Problem, StateRecord, TextShape
+from kv_rag.store.seal import Seal
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class RemoteStore:
         read_only: write nothing to the bucket. The local folder is written to all the same.
         check: compare a state with its checksums when it is first read from the local folder. What comes from the
             bucket is always compared.
+        hmac_key: as in ``LocalStore``, for the bucket and the local folder.
+        disk_budget, evict: of the local folder; what it evicts stays in the bucket.
         options: for fsspec, on top of its own configuration (files and variables such as ``FSSPEC_S3_ENDPOINT_URL``).
 
     Raises:
@@ -82,8 +85,13 @@ class RemoteStore:
         cache: str | Path | None = None,
         read_only: bool = False,
         check: bool = True,
+        hmac_key: bytes | str | None = None,
+        disk_budget: int | None = None,
+        evict: str = LRU,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._seal = Seal.of(hmac_key)
+        fingerprint = with_key(fingerprint, self._seal)
         self.read_only = read_only
         self._bucket = Bucket(url, options)
         self._home = (Path(cache) if cache is not None else _default_cache()).expanduser().absolute() / _digest(self.url)
@@ -92,7 +100,11 @@ class RemoteStore:
         self._lock = threading.RLock()
         self.fingerprint = self._describe(fingerprint)
         self._digest = fingerprint_digest(self.fingerprint)
-        self._local = LocalStore(self._home / self._digest[:16], self.fingerprint, check=check)
+        folder = self._home / self._digest[:16]
+        self._local = LocalStore(
+            folder, self.fingerprint, check=check, hmac_key=hmac_key, disk_budget=disk_budget, evict=evict,
+            spared=lambda record: (folder / "waiting" / record.path.stem).exists(),
+        )  # fmt: skip
         self._files = Folder(self._local.folder, read_only=False)
         self._files.index = self._local.folder / "remote.sqlite"
         self._index = Index(self._files, lambda: ())
@@ -120,6 +132,11 @@ class RemoteStore:
 
     # --- states ---
 
+    def must_be_writable(self) -> None:
+        """Raises StoreError when nothing may be stored, before work is done for it."""
+        if self.read_only:
+            raise StoreError(f"the store at {self.url} is read-only; open it with the right to write, or another one")
+
     def put(self, document: Document, cache: DocumentCache) -> StateRecord:
         """Stores a state in the local folder and, unless it is there, in the bucket; it waits when that does not answer.
 
@@ -129,14 +146,14 @@ class RemoteStore:
             InvalidSetting: the cache is another document's, or its tensors do not fit each other.
 
         """
-        self._must_be_writable()
+        self.must_be_writable()
         record = self._local.put(document, cache)
         self._keep_text(document.id, document.text)
         known = self._index.state(document.id, cache.compression)
         if known is None or known.path != record.path:
             write_private(self._waiting / record.path.stem, b"")
         nbytes = sum(layer.nbytes for layer in cache.layers)
-        header = replace(read_state(record.path).header, name=document.name)
+        header = replace(read_state(record.path, self._seal).header, name=document.name)
         self._index.add([index_entry(record.path, header, nbytes, record.file_bytes, document.text)])
         with contextlib.suppress(StoreUnreachable):
             self._write_waiting()
@@ -163,6 +180,19 @@ class RemoteStore:
         self._bring(record)
         return self._local.get(document_id, compression)
 
+    @property
+    def pinned(self) -> set[str]:
+        """Ids of documents that the local folder does not evict."""
+        return self._local.pinned
+
+    @property
+    def disk_budget(self) -> int | None:
+        return self._local.disk_budget
+
+    def count_use(self, record: StateRecord) -> None:
+        """Notes that a state was used, for eviction from the local folder."""
+        self._local.count_use(record)
+
     def has(self, document_id: str, compression: Compression) -> bool:
         """Whether the state was in the bucket when that was last looked at, or waits to be written there."""
         record = self._index.state(document_id, compression)
@@ -181,7 +211,7 @@ class RemoteStore:
             StoreError: the store is read-only.
 
         """
-        self._must_be_writable()
+        self.must_be_writable()
         states = self.document(document_id).states
         records = [state for state in states if compression is None or state.compression == compression]
         if not records:
@@ -278,7 +308,7 @@ class RemoteStore:
                 try:
                     with copy.open("xb") as file:
                         file.writelines(self._bucket.blocks(_name(key)))
-                    read_state(copy).check()
+                    read_state(copy, self._seal).check()
                 except StateMissing:  # removed meanwhile
                     continue
                 except DamagedState as error:
@@ -288,10 +318,6 @@ class RemoteStore:
         return problems
 
     # --- inside ---
-
-    def _must_be_writable(self) -> None:
-        if self.read_only:
-            raise StoreError(f"the store at {self.url} is read-only; open it with the right to write, or another one")
 
     def _describe(self, fingerprint: Mapping[str, str] | None) -> dict[str, str]:
         """Makes or compares the bucket's description. When it does not answer, the one it had when last read counts."""
@@ -360,7 +386,7 @@ class RemoteStore:
                 length = 8 + _header_length(beginning, size)
                 if length > len(beginning):
                     beginning = self._bucket.read(_name(key), 0, length)
-                state, place = read_beginning(f"{self.url}/{_name(key)}", beginning, size)
+                state, place = read_beginning(f"{self.url}/{_name(key)}", beginning, size, self._seal)
                 if state.header.fingerprint != self._digest:
                     self._foreign.add(key)
                     continue

@@ -82,7 +82,7 @@ def _sum(chunks: list[AIMessageChunk]) -> AIMessageChunk:
     return total
 
 
-async def test_the_issues_chain_ends_in_text_and_streams_it(retriever: KVRagRetriever, llm: ChatKVRag) -> None:
+async def test_a_chain_ends_in_text_and_streams_it(retriever: KVRagRetriever, llm: ChatKVRag) -> None:
     chain = lcel(retriever, llm) | StrOutputParser()
     figures = Figures()
     text = chain.invoke("What?", {"callbacks": [figures]})

@@ -24,6 +24,7 @@ from langchain_core.messages import (
 from langchain_core.runnables import ConfigurableField
 from langchain_kv_rag import ChatKVRag
 from langchain_kv_rag.messages import turns_of
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 from pydantic import ValidationError
 
 from kv_rag import Choice, Engine, with_reference
@@ -85,7 +86,18 @@ def test_response_metadata_names_what_happened(ready: ChatKVRag) -> None:
     assert figures["finish_reason"] in ("length", "stop")
 
 
-def test_with_repair_1_the_answer_is_that_of_the_same_model_without_a_cache(
+class SeenTokens:
+    """Stands where transformers' logits processors do: remembers the prompt's and the answer's token ids."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.ids = input_ids[0].tolist()
+        return scores
+
+
+def test_with_repair_1_the_tokens_are_those_of_the_same_model_without_a_cache(
     make_engine: Callable[..., Engine], engine: Engine
 ) -> None:
     plain = ChatKVRag(engine=make_engine(folder="empty"), max_tokens=12)
@@ -94,9 +106,20 @@ def test_with_repair_1_the_answer_is_that_of_the_same_model_without_a_cache(
     cached.ingest_documents(texts, progress=False)
     for first, second in pairwise(texts):
         messages = [SystemMessage("Be terse."), HumanMessage(f"{first}\n\n{second}\n\nWhich?")]
-        message = cached.invoke(messages)
+        ours, theirs = SeenTokens(), SeenTokens()
+        message = cached.invoke(messages, logits_processor=(ours,))
         assert len(message.response_metadata["documents"]) == 2
-        assert message.content == plain.invoke(messages).content
+        assert message.content == plain.invoke(messages, logits_processor=(theirs,)).content
+        assert ours.ids == theirs.ids and len(ours.ids) > 300
+
+
+def test_ingesting_shows_a_progress_bar_unless_told_not_to(llm: ChatKVRag, capsys: pytest.CaptureFixture[str]) -> None:
+    splitter = RecursiveCharacterTextSplitter(chunk_size=80, chunk_overlap=0)
+    parts = splitter.create_documents([text_of(150, 8).replace("_", " ")])
+    assert len(llm.ingest_documents(parts)) == len(parts) > 1
+    assert "ingest:" in capsys.readouterr().err
+    llm.ingest_documents([DOCUMENT], progress=False)
+    assert capsys.readouterr().err == ""
 
 
 # --- settings ---

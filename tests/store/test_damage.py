@@ -7,6 +7,7 @@ import pytest
 
 from kv_rag.errors import DamagedState, StateMissing
 from kv_rag.store import LocalStore
+from kv_rag.store.claims import claimed
 from tests.store.random_states import FINGERPRINT, flip, header_of, same, stored, write_header
 
 TENSORS = ["token_ids", "text", *(f"layers.00{i}.{part}" for i in (0, 1) for part in ("keys", "values", "positions"))]
@@ -121,11 +122,20 @@ def test_a_damaged_index_is_rebuilt_from_the_files(tmp_path, content):
     assert LocalStore(tmp_path / "kv", FINGERPRINT).has(saved.document_id, saved.compression)
 
 
-@pytest.mark.parametrize(("age", "stays"), [(7200, False), (60, True)])
-def test_only_old_leftovers_are_swept(tmp_path, age, stays):
+@pytest.mark.parametrize("age", [0, 7200, -7200])
+def test_what_a_killed_process_left_is_swept_whatever_the_clock_says(tmp_path, age):
     stored(tmp_path / "kv")[0].close()
-    leftover = tmp_path / "kv" / ".tmp-killed"
+    leftover = tmp_path / "kv" / "states" / ".tmp-killed"
     leftover.touch()
     os.utime(leftover, (time.time() - age,) * 2)
     LocalStore(tmp_path / "kv", FINGERPRINT)
-    assert leftover.exists() == stays
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("age", [0, 10**9, -(10**9)])
+def test_what_is_being_written_is_not_swept_whatever_the_clock_says(tmp_path, age):
+    stored(tmp_path / "kv")[0].close()
+    with claimed(tmp_path / "kv" / "states", ".tmp-") as (path, _):
+        os.utime(path, (max(0, time.time() - age),) * 2)
+        LocalStore(tmp_path / "kv", FINGERPRINT)
+        assert path.exists()
