@@ -23,7 +23,7 @@ try:
     from matplotlib import colormaps
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -33,6 +33,7 @@ except ImportError as error:
 COLUMNS, CHARACTER, LINE = 100, 0.085, 0.21  # characters a line; inches a character is wide and a line is high
 _MARKERS = "osD^vP*X<>ph"
 _SHARE = LinearSegmentedColormap.from_list("kept", ["#ffffff", "#ffe1b3", "#ffab40", "#e65100"])
+_SCALE = PowerNorm(0.6, 0, 1)  # budgets are small: most tokens are kept by few heads
 _DISK, _FULL, _RESIDENT = "#6baed6", "#2171b5", "#fd8d3c"
 # Figures of a result that ``frontier`` can put on its axes, and what they are called.
 MEASURES = {
@@ -92,16 +93,16 @@ def draw_kept(kept: KeptTokens, characters: tuple[int, int] | None = None) -> Fi
     axes.set(xlim=(0, COLUMNS), ylim=(lines + 0.25, -0.25))
     axes.axis("off")
     for row, column, text, share in cells:
-        axes.add_patch(Rectangle((column, row + 0.04), len(text), 0.92, color=_SHARE(share), linewidth=0))
+        axes.add_patch(Rectangle((column, row + 0.04), len(text), 0.92, color=_SHARE(_SCALE(share)), linewidth=0))
         for at, character in enumerate(text):  # one by one: no font has every character at the same width
             if not character.isspace():
                 axes.text(
                     column + at + 0.5, row + 0.5, character, ha="center", va="center", family="monospace", fontsize=9,
-                    color="white" if share > 0.85 else "black", parse_math=False,
+                    color="white" if share > 0.8 else "black", parse_math=False,
                 )  # fmt: skip
     figure.text(0.2 / figure.get_figwidth(), 1 - 0.1 / whole, title, va="top", ha="left", fontsize=10, parse_math=False)
     bar = figure.add_axes((0.3, 0.4 / whole, 0.4, 0.13 / whole))
-    figure.colorbar(ScalarMappable(Normalize(0, 1), _SHARE), cax=bar, orientation="horizontal", format=_per_cent())
+    figure.colorbar(ScalarMappable(_SCALE, _SHARE), cax=bar, orientation="horizontal", format=_per_cent())
     bar.set_title("share of (layer, head) places that keep the token's pair", fontsize=8, pad=3)
     bar.tick_params(labelsize=8)
     return figure
@@ -162,7 +163,7 @@ def frontier(
     if measure not in MEASURES:
         raise InvalidSetting(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
     rows = [row for row in _read(results) if row.get(measure) is not None]
-    protocols = list(dict.fromkeys(str(row.get("protocol") or "") for row in rows))
+    protocols = list(dict.fromkeys(str(row.get("protocol") or "") for row in rows if not _is_common(row))) or [""]
     if protocol is not None:
         if protocol not in protocols:
             raise InvalidSetting(f"no result of protocol {protocol!r}; there are: {', '.join(protocols) or 'no results'}")
@@ -174,10 +175,11 @@ def frontier(
     figure = Picture(figsize=(5 * len(costs) + 2.4, 4.2 * len(protocols)), layout="constrained")
     panels = figure.subplots(len(protocols), len(costs), squeeze=False)
     for panel_row, name in zip(panels, protocols, strict=True):
-        chosen = [row for row in rows if str(row.get("protocol") or "") == name]
+        chosen = [row for row in rows if _is_common(row) or str(row.get("protocol") or "") == name]
         for panel, cost in zip(panel_row, costs, strict=True):
             _frontier_panel(panel, chosen, cost, measure, methods)
-        panel_row[0].set_title(name.replace("_", " "), loc="left", fontsize=10)
+        if len(protocols) > 1:
+            panel_row[0].set_title(name.replace("_", " "), loc="left", fontsize=10)
     shown = {label: line for panel in panels.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(
         [shown[name] for name in methods if name in shown], [name for name in methods if name in shown],
@@ -186,21 +188,24 @@ def frontier(
     return figure
 
 
+def _is_common(row: Mapping[str, Any]) -> bool:
+    """Whether a result does not depend on how documents were compressed, and so belongs beside those of any protocol."""
+    return row.get("protocol") == "per query" or row["method"] in ("full", "no document")
+
+
 def _frontier_panel(
     panel: Axes, rows: list[Mapping[str, Any]], cost: str, measure: str, methods: Sequence[str]
 ) -> None:
     colours = colormaps["tab10" if len(methods) <= 10 else "tab20"]
     for at, method in enumerate(methods):
-        points = sorted(
-            (float(row[cost]), float(row[measure]), row.get("keep"))
-            for row in rows
-            if row["method"] == method and row.get(cost) is not None
-        )
+        points = [row for row in rows if row["method"] == method and row.get(cost) is not None]
+        points.sort(key=lambda row: float(row.get("keep") or 0))
         if not points:
             continue
         panel.plot(
-            [x for x, _, _ in points], [y for _, y, _ in points], label=method, color=colours(at % colours.N),
-            marker=_MARKERS[at % len(_MARKERS)], markersize=6, linewidth=1.4, linestyle="-" if at < colours.N else "--",
+            [float(row[cost]) for row in points], [float(row[measure]) for row in points], label=method,
+            color=colours(at % colours.N), marker=_MARKERS[at % len(_MARKERS)], markersize=6, linewidth=1.4,
+            linestyle="-" if at < colours.N else "--",
         )  # fmt: skip
     panel.set(xlabel=COSTS[cost], ylabel=MEASURES[measure] if cost == "bytes" else "")
     if cost == "bytes":

@@ -47,7 +47,7 @@ def test_kept_tokens_shades_by_share(engine: Engine) -> None:
     kept = engine.kept("a$b$c", question="What?")
     figure = plot.draw_kept(kept, (0, 3))
     shades = {tuple(patch.get_facecolor()) for patch in figure.axes[0].patches}
-    assert shades == {tuple(plot._SHARE(share)) for share in kept.shares[:3]}
+    assert shades == {tuple(plot._SHARE(plot._SCALE(share))) for share in kept.shares[:3]}
 
 
 def test_kept_tokens_draws_a_part(engine: Engine) -> None:
@@ -72,6 +72,13 @@ def test_frontier_draws_a_line_for_each_method_and_a_row_for_each_protocol(tmp_p
 def test_frontier_leaves_out_what_was_not_measured() -> None:
     without = [{key: value for key, value in row.items() if key != "seconds_to_first_token"} for row in RESULTS]
     assert len(plot.frontier([*without, {"method": "full", "share": None, "bytes": 1}]).axes) == 2
+
+
+def test_frontier_draws_what_depends_on_no_protocol_beside_every_protocol() -> None:
+    full = {"method": "full", "bytes": 1, "share": 1}
+    common = [{**full, "method": "snapkv", "protocol": "per query"}, full]
+    figure = plot.frontier([*RESULTS, *common])
+    assert [len(axes.lines) for axes in figure.axes] == [4, 2, 4, 2]
 
 
 @pytest.mark.parametrize(
