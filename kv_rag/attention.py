@@ -106,8 +106,8 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     kv_rag_pass: ForwardPass | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
