@@ -57,10 +57,10 @@ def load(path: str | Path | None, *, limit: int | None = None, questions: int | 
     found = _packaged() if path is None else _read(Path(path))
     cases: list[Case] = []
     for case in found:
-        if limit is not None and len(cases) == limit:
-            break
         if case.questions:
             cases.append(Case(case.name, case.documents, case.questions[:questions]))
+        if len(cases) == limit:
+            break
     if not cases:
         raise EmptyInput(f"no document with a question in {path or 'the packaged data'}")
     return cases
@@ -78,7 +78,7 @@ def _packaged() -> Iterator[Case]:
 
 def _read(path: Path) -> Iterator[Case]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut texts at U+2028 and the like
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSetting(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -87,22 +87,40 @@ def _read(path: Path) -> Iterator[Case]:
         try:
             yield _case(json.loads(line), f"{path.name}:{number}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise InvalidSetting(
-                f"{path}, line {number}: {type(error).__name__}: {error}. A line holds either document and questions, or "
+                f"{path}, line {number}: {why}. A line holds either document and questions, or "
                 f"question, answers and passages; see kv_rag.evaluation.cases"
             ) from error
 
 
-def _case(line: dict[str, Any], name: str) -> Case:
+def _case(line: Any, name: str) -> Case:
+    if not isinstance(line, dict):
+        raise ValueError(f"it is no object but {line!r}")
     if "passages" in line:
-        texts = tuple(dict.fromkeys(passage["text"].strip() for passage in line["passages"]))
+        texts = tuple(dict.fromkeys(_text(passage, "text") for passage in line["passages"]))
+        if not texts:
+            raise ValueError("passages is empty")
         return Case(name, texts, _asked([{**line, "q": line["question"]}]))
-    return Case(str(line.get("title") or name), (line["document"].strip(),), _asked(line["questions"]))
+    return Case(str(line.get("title") or name), (_text(line, "document"),), _asked(line["questions"]))
 
 
 def _asked(questions: list[dict[str, Any]]) -> tuple[Asked, ...]:
     return tuple(
-        Asked(entry["q"].strip(), tuple(str(answer) for answer in entry["answers"]))
+        Asked(_text(entry, "q"), _answers(entry["answers"]))
         for entry in questions
         if not entry.get("yesno") and entry["answers"]
     )
+
+
+def _answers(answers: Any) -> tuple[str, ...]:
+    if not isinstance(answers, list) or not str(answers[0]):
+        raise ValueError(f"answers must be a list whose first entry is not empty, got {answers!r}")
+    return tuple(str(answer) for answer in answers)
+
+
+def _text(line: dict[str, Any], name: str) -> str:
+    text = line[name]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{name} must be a text that is not empty, got {text!r}")
+    return text.strip()

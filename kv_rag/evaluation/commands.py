@@ -39,17 +39,18 @@ Data = Annotated[
 ]
 Model = Annotated[str, typer.Option(help="bundled:NAME, a folder, or a hub id.")]
 Methods = Annotated[
-    list[str], typer.Option(help="NAME[/ALLOCATION][,SETTING=VALUE], several in a row. 'random' is always included.")
+    list[str],
+    typer.Option(help="NAME, NAME/ALLOCATION or NAME,SETTING=VALUE, several in a row. 'random' is always included."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="So many documents from the beginning.")]
 Questions = Annotated[int | None, typer.Option(min=1, help="So many questions of each document.")]
 MODEL = "bundled:smollm2-135m"
-METHODS = ["snapkv", "blend/model", "kvzip/model", "keydiff_attention/heads", "keydiff", "h2o", "streaming"]
+METHODS = ["snapkv", "blend", "kvzip", "keydiff_attention", "keydiff", "h2o", "streaming"]
 
 
 @bench.command(
     cls=_Spread,
-    epilog="Example: kv-rag bench quality DATA.jsonl --methods snapkv blend/model keydiff --keep 0.5 0.25 0.1 --limit 20",
+    epilog="Example: kv-rag bench quality DATA.jsonl --methods snapkv blend keydiff --keep 0.5 0.25 0.1 --limit 20",
 )
 def quality(
     data: Data = None,
@@ -83,7 +84,7 @@ def quality(
 @bench.command(
     "two-place",
     cls=_Spread,
-    epilog="Example: kv-rag bench two-place --methods snapkv blend/model h2o --keep 0.25 --limit 3",
+    epilog="Example: kv-rag bench two-place --methods snapkv blend h2o --keep 0.25 --limit 3",
 )
 def two_place(
     data: Data = None,

@@ -7,7 +7,8 @@ document's end, where no question is in sight, or the question itself (protocol 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from kv_rag.snapkv import SnapKV
 
 PER_QUERY = "snapkv"
 WINDOW = "snapkv-window"
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,13 @@ class Contestant:
             key, equals, value = pair.partition("=")
             if not equals:
                 raise InvalidSetting(f"{text!r}: a setting is written name=value, got {pair!r}")
+            if key == "allocation":
+                raise InvalidSetting(f"{text!r}: an allocation is written after the method's name, {name}/{value}")
             settings[key] = _scalar(value)
         contestant = cls(text, name, allocation or "uniform", tuple(sorted(settings.items())))
+        if not allocation:  # what suits the method, as the product does
+            its = SnapKV.allocation if contestant.is_per_query else methods.allocation_of(contestant.method())
+            contestant = replace(contestant, allocation=its)
         contestant.budget(1.0)
         if contestant.is_per_query:
             contestant.snapkv()
@@ -79,17 +86,21 @@ class Contestant:
         """The method, evaluate-only ones included."""
         own = method_settings(dict(self.settings))
         if self.name == WINDOW:
-            return SnapKVWindow(**own)  # type: ignore[arg-type]
+            return _made(SnapKVWindow, self.label, own)
         if self.name.startswith(peers.PREFIX):
             return peers.create(self.name, own, evaluate_only=True)
         return methods.create(self.name, own)
 
     def snapkv(self) -> SnapKV:
         """Settings of the per-query mode."""
-        try:
-            return SnapKV(allocation=self.allocation, **dict(self.settings))  # type: ignore[arg-type]
-        except TypeError as error:
-            raise InvalidSetting(f"{self.label!r}: {str(error).split('__init__() ')[-1]}") from None
+        return _made(SnapKV, self.label, {"allocation": self.allocation, **dict(self.settings)})
+
+
+def _made(kind: type[_Kind], label: str, settings: dict[str, Scalar]) -> _Kind:
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise InvalidSetting(f"{label!r}: {str(error).split('__init__() ')[-1]}") from None
 
 
 def _scalar(text: str) -> Scalar:
@@ -111,10 +122,19 @@ class SnapKVWindow:
         window: tokens.
         pool: neighbours over which the maximum is taken, odd.
 
+    Raises:
+        InvalidSetting: no token in the window, pool even.
+
     """
 
     window: int = 64
     pool: int = 5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise InvalidSetting(f"{WINDOW}: window must be a number of tokens, at least 1, got {self.window!r}")
+        if not isinstance(self.pool, int) or self.pool < 1 or self.pool % 2 == 0:
+            raise InvalidSetting(f"{WINDOW}: pool must be an odd number of neighbours, got {self.pool!r}")
 
     def watch(self, reading: Reading) -> Watcher:
         return _Voted(self, reading)

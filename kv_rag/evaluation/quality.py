@@ -18,6 +18,7 @@ from kv_rag.errors import InvalidSetting
 from kv_rag.evaluation.cases import Case
 from kv_rag.evaluation.contestants import Contestant
 from kv_rag.evaluation.runs import Bench, Scored
+from kv_rag.selection import pairs_to_keep
 from kv_rag.snapkv import SnapKV
 
 PROTOCOLS = ("context", "context+task")
@@ -85,7 +86,7 @@ class Comparison:
 
     def answers(self, cases: Sequence[Case]) -> int:
         """How many answers it takes: the two ends of the scale, and every method, keep and protocol."""
-        conditions = sum(1 if entry.is_per_query else len(self.protocols) for entry in self.contestants())
+        conditions = sum(1 if entry.is_per_query else len(set(self.protocols)) for entry in self.contestants())
         return (2 + conditions * len(self.keeps)) * sum(len(case.questions) for case in cases)
 
 
@@ -99,10 +100,10 @@ def compare(
     """All records; with ``file`` they are written there case by case, and cases found there are not run again.
 
     Raises:
-        InvalidSetting: ``file`` holds another comparison.
+        InvalidSetting: ``file`` holds another comparison, or one with another model.
 
     """
-    done = _resume(file, cases, comparison)
+    done = [] if file is None else _resume(file, bench, cases, comparison)
     records = list(done)
     for index, case in enumerate(cases):
         if any(record.case == index for record in done):
@@ -117,28 +118,28 @@ def compare(
     return records
 
 
-def _resume(file: Path | None, cases: Sequence[Case], comparison: Comparison) -> list[Record]:
+def _resume(file: Path, bench: Bench, cases: Sequence[Case], comparison: Comparison) -> list[Record]:
     """Records of finished cases; a new file gets its first line, which says what is compared."""
-    if file is None:
-        return []
-    header = {"comparison": asdict(comparison), "cases": text_digest(repr(cases))}
-    header = json.loads(json.dumps(header))
-    if not file.exists():
+    compared = {
+        "comparison": asdict(comparison), "cases": text_digest(repr(cases)), "model": bench.model.fingerprint(),
+    }  # fmt: skip
+    header = json.dumps(compared) + "\n"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if header.startswith(text) and text != header:  # nothing yet, or cut off within the first line
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        file.write_text(header, encoding="utf-8")
         return []
-    first, *lines = file.read_text(encoding="utf-8").splitlines()
-    if json.loads(first) != header:
+    if not text.startswith(header):
         raise InvalidSetting(f"{file} holds the results of another comparison; choose another folder or remove it")
+    lines = text.removeprefix(header).splitlines()
     records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
     finished = {
         index for index, case in enumerate(cases)
         if sum(record.case == index for record in records) == comparison.answers([case])
     }  # fmt: skip
     kept = [record for record in records if record.case in finished]
-    if len(kept) < len(lines):  # a case that was cut off is run again
-        text = "".join(json.dumps(asdict(record)) + "\n" for record in kept)
-        file.write_text(json.dumps(header) + "\n" + text, encoding="utf-8")
+    if len(kept) < len(lines) or not text.endswith("\n"):  # a case that was cut off is run again
+        file.write_text(header + "".join(json.dumps(asdict(record)) + "\n" for record in kept), encoding="utf-8")
     return kept
 
 
@@ -157,7 +158,7 @@ def _case(bench: Bench, index: int, case: Case, comparison: Comparison, on_answe
         questions: Iterable[int] = everyone, per_query: tuple[SnapKV, float] | None = None,
     ) -> None:  # fmt: skip
         pairs, nbytes = sum(state.pairs for state in states), sum(state.nbytes for state in states)
-        used = pairs if per_query is None else round(keep * pairs)
+        used = pairs if per_query is None else _picked(states, *per_query)
         for number in questions:
             measured = bench.ask(
                 case.questions[number], states, reference=references[number], generate=comparison.generate,
@@ -191,6 +192,13 @@ def _case(bench: Bench, index: int, case: Case, comparison: Comparison, on_answe
             for entry, keep in product(compressing, comparison.keeps):
                 ask(entry.label, keep, "context+task", compressed(entry, keep, seen), None, [number])
     return records
+
+
+def _picked(states: Sequence[DocumentCache], settings: SnapKV, keep: float) -> int:
+    """How many pairs of full ``states`` SnapKV leaves."""
+    return sum(
+        pairs_to_keep(state.tokens, keep, None, settings.minimum) * state.pairs // state.tokens for state in states
+    )
 
 
 def _ingest(plain: float, scored: Sequence[Scored]) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kv_rag.compose import Piece, compose
-from kv_rag.document import Compression, DocumentCache
+from kv_rag.document import Compression, DocumentCache, text_digest
 from kv_rag.engine import CHUNK, JOINT, QUESTION, prune_composed
 from kv_rag.evaluation.cases import Asked
 from kv_rag.evaluation.contestants import Contestant
@@ -110,7 +110,7 @@ class Bench:
             the document's full state, seconds of a plain prefill, and by label what each method says.
 
         """
-        model = self.model
+        model, document_id = self.model, text_digest(text)
         document = model.encode(text, template=False)
         read = document
         if question is not None:
@@ -118,11 +118,11 @@ class Bench:
         ready = {contestant.label: contestant.method() for contestant in contestants}
         watchers = {}
         for label, method in ready.items():
-            watcher = watcher_for(model, text, read, method)
+            watcher = watcher_for(model, document_id, read, method)
             if watcher is not None:
                 watchers[label] = _Stopwatch(watcher)
         started = time.perf_counter()
-        state = prefill(model, text, read, CHUNK, observer=_Together(list(watchers.values())))
+        state = prefill(model, document_id, read, CHUNK, observer=_Together(list(watchers.values())))
         plain = time.perf_counter() - started - sum(watch.seconds for watch in watchers.values())
         scored = {}
         for label, method in ready.items():
