@@ -9,6 +9,7 @@ Dimension letters: Q query heads, H KV heads, W window tokens, S slots, K kept s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kv_rag.errors import InvalidSetting
-from kv_rag.scoring import attention_blocks
+from kv_rag.scoring import attention_blocks, rank, standardised
 from kv_rag.selection import ALLOCATIONS, MINIMUM, choose, finite, pairs_to_keep, pyramid
 from kv_rag.state import LayerState, PromptState
 
@@ -34,17 +35,21 @@ class SnapKV:
         pooling: "max" or "mean".
         vote: "mean" averages attention over the window's tokens and the query heads of a KV head, as in the paper; "max"
             takes the most that any of them pays, so that one word of the question can save a pair.
+        diversity: weight of how unlike the other keys of its head a key is, KeyDiff's score (Park, Jones, Morse et al.
+            2025, arXiv 2504.15364), against attention: ranks are added. What the question does not look at is needed by
+            the words of the answer, and of it the unlike pairs say most. 0 is the paper's order.
         allocation: how heads and layers share the pairs, see ``selection.Budget``.
         minimum: pairs of documents that each head keeps at least.
 
     Raises:
-        InvalidSetting: unknown allocation or pooling, pool even.
+        InvalidSetting: unknown allocation or pooling, pool even, diversity negative.
 
     """
 
-    pool: int = 5
+    pool: int = 13
     pooling: str = "max"
     vote: str = "max"
+    diversity: float = 0.25
     allocation: str = "model"
     minimum: int = MINIMUM
 
@@ -57,6 +62,8 @@ class SnapKV:
             raise InvalidSetting(f"vote must be 'mean' or 'max', got {self.vote!r}")
         if not isinstance(self.pool, int) or self.pool < 1 or self.pool % 2 == 0:
             raise InvalidSetting(f"pool must be an odd number of neighbours, got {self.pool!r}")
+        if not isinstance(self.diversity, (int, float)) or not 0 <= self.diversity < math.inf:
+            raise InvalidSetting(f"diversity must be a weight, at least 0, got {self.diversity!r}")
 
 
 @dataclass(frozen=True)
@@ -117,11 +124,49 @@ def slot_scores(attention: Tensor, ranges: list[Range], settings: SnapKV) -> tup
     return scores, droppable, kept
 
 
-def select(attention: list[Tensor], ranges: list[list[Range]], settings: SnapKV) -> list[list[Tensor]]:
+def unlikeness(layer: LayerState, ranges: list[Range]) -> Tensor:
+    """How unlike the other keys of its document and head each key is, as ``keydiff`` scores, in standard deviations.
+
+    Returns:
+        ``[H, S]`` float32, 0 outside ``ranges``.
+
+    """
+    scores = torch.zeros(layer.keys.shape[0], layer.length, device=layer.keys.device)
+    for part in ranges:
+        directions = F.normalize(layer.keys[:, part.begin : part.end].float(), dim=-1)
+        similarity = F.cosine_similarity(directions, directions.mean(dim=1, keepdim=True), dim=-1)
+        scores[:, part.begin : part.end] = -standardised(similarity)
+    return scores
+
+
+def diversified(scores: list[Tensor], unlike: list[Tensor], weight: float) -> list[Tensor]:
+    """The rank of a pair's score among those of all layers, plus ``weight`` times its rank within the layer in ``unlike``.
+
+    Args:
+        scores: for each layer ``[H, S]`` float32; +inf stays +inf and is not ranked.
+        unlike: for each layer ``[H, S]`` float32.
+        weight: at least 0.
+
+    """
+    droppable = [layer.isfinite() for layer in scores]
+    values = [layer[where] for layer, where in zip(scores, droppable, strict=True)]
+    ranks = torch.split(rank(torch.cat(values)), [part.numel() for part in values])
+    mixed = []
+    for layer, where, ranked, other in zip(scores, droppable, ranks, unlike, strict=True):
+        both = layer.clone()
+        both[where] = ranked + weight * rank(other[where])
+        mixed.append(both)
+    return mixed
+
+
+def select(
+    attention: list[Tensor], unlike: list[Tensor], ranges: list[list[Range]], settings: SnapKV
+) -> list[list[Tensor]]:
     """Slots that stay: everything outside ``ranges``, and of those together the best.
 
     Args:
-        attention: for each layer ``[H, S]`` float32.
+        attention: for each layer ``[H, S]`` float32, see ``window_attention``.
+        unlike: for each layer ``[H, S]`` float32, see ``unlikeness``.
         ranges: for each layer, which slots may be dropped.
         settings: see ``SnapKV``.
 
@@ -135,6 +180,8 @@ def select(attention: list[Tensor], ranges: list[list[Range]], settings: SnapKV)
         scores.append(layer_scores)
         certain.append(layer.shape[1] - droppable)
         kept.append(count)
+    if settings.diversity:
+        scores = diversified(scores, unlike, settings.diversity)
     if settings.allocation == "pyramid":
         kept = pyramid(kept[0], len(kept), attention[0].shape[1] - certain[0], settings.minimum)
     counts = [sure + count for sure, count in zip(certain, kept, strict=True)]
@@ -148,7 +195,8 @@ def attended(
     attention = [
         window_attention(queries, layer, settings.vote) for queries, layer in zip(window, state.layers, strict=True)
     ]
-    return select(attention, ranges, settings)
+    unlike = [unlikeness(layer, parts) for layer, parts in zip(state.layers, ranges, strict=True)]
+    return select(attention, unlike, ranges, settings)
 
 
 def prune(

@@ -14,7 +14,7 @@ from kv_rag.document import Compression, DocumentCache, LayerPairs
 from kv_rag.generation import decode_step
 from kv_rag.ingest import compress, prefill, prefill_header
 from kv_rag.model import LanguageModel
-from kv_rag.snapkv import Range, SnapKV, prune, select, window_attention
+from kv_rag.snapkv import Range, SnapKV, prune, select, unlikeness, window_attention
 from kv_rag.state import PromptState
 from tests.conftest import text_of, tiny_model, tiny_tokenizer
 
@@ -255,6 +255,7 @@ def test_question_over_the_stored_state_keeps_the_pairs_that_a_joint_prefill_wou
     ours, theirs = (
         select(
             [window_attention(q, layer, "max") for q, layer in zip(one.window, one.state.layers, strict=True)],
+            [unlikeness(layer, parts) for layer, parts in zip(one.state.layers, ranges, strict=True)],
             ranges,
             SnapKV(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from kv_rag.methods.base import LayerStates, ModelWatcher, Reading, Watcher
 from kv_rag.methods.keydiff import KeyDiff
 from kv_rag.methods.kvzip import KVzip
 from kv_rag.observation import LayerStep
-from kv_rag.scoring import standardised
+from kv_rag.scoring import rank, standardised
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Blend:
 
     """
 
+    allocation: ClassVar[str] = "model"
     diversity: float = 0.25
     part: int = 2048
     weight: str = "none"
@@ -63,11 +65,3 @@ class _Blended:
             unlike = standardised(KeyDiff().score(states))
             blended.append(ranked.view(unlike.shape) + self._diversity * rank(unlike.reshape(-1)).view(unlike.shape))
         return blended
-
-
-def rank(scores: Tensor) -> Tensor:
-    """``[N]``: 0 for the lowest score to 1 for the highest; equal scores in order of their place."""
-    order = torch.sort(scores, stable=True).indices
-    ranks = torch.empty_like(scores)
-    ranks[order] = torch.linspace(0, 1, scores.numel(), device=scores.device)
-    return ranks
