@@ -129,13 +129,14 @@ def ingest(
     store: Store = STORE,
     model: Model = MODEL,
     method: Annotated[
-        str | None, typer.Option(help="Compression method, default keydiff. A name that does not exist lists all.")
+        str | None, typer.Option(help="Compression method, default blend. A name that does not exist lists all.")
     ] = None,
     keep: Annotated[float | None, typer.Option(help="Fraction of the pairs to keep, in (0, 1]. Default 0.25.")] = None,
     budget: Annotated[int | None, typer.Option(help="Pairs per head to keep, instead of --keep.")] = None,
     allocation: Annotated[
-        Allocation, typer.Option(help="The same number of pairs in every head, or shared by the heads.")
-    ] = Allocation.uniform,
+        Allocation | None,
+        typer.Option(help="The same number of pairs in every head, or shared by heads and layers. Default: the method's."),
+    ] = None,
     retain: Annotated[Retain, typer.Option(help="States to store; modes snapkv and full need the full one.")] = Retain.both,
     stored_dtype: Annotated[
         StoredDtype, typer.Option(help="As the model made them, or in fewer bits and a little wrong.")
@@ -150,7 +151,8 @@ def ingest(
     from kv_rag.textfiles import read_documents
 
     settings = {
-        **_ingest_settings(method, keep, budget), "allocation": allocation.value, "stored_dtype": stored_dtype.value
+        **_ingest_settings(method, keep, budget), "allocation": allocation.value if allocation else None,
+        "stored_dtype": stored_dtype.value,
     }  # fmt: skip
     documents, left_out = read_documents(paths)
     for item in left_out:

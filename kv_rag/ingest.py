@@ -41,7 +41,7 @@ def reading(model: LanguageModel, document_id: str, token_ids: Tensor) -> Readin
     """What methods may know about the document and the model."""
     return Reading(
         document_id, token_ids, model.header[1].numel(), model.layers, model.heads, model.kv_heads, model.head_dim,
-        model.inverse_frequencies, lambda text: model.encode(text, template=False), model.output_weight,
+        model.context, model.inverse_frequencies, lambda text: model.encode(text, template=False), model.output_weight,
     )  # fmt: skip
 
 
@@ -154,7 +154,8 @@ def _replay(
     if first + longest > model.context:
         raise ContextOverflow(
             f"the method reads {longest} tokens after the document of {about.tokens}: {first + longest} tokens, the "
-            f"model's context holds {model.context}; use a smaller part, another method, or shorter documents"
+            f"model's context holds {model.context}; split the document, or use a method that reads nothing after it, "
+            "such as keydiff"
         )
     state = model.new_state([first + longest] * model.layers)
     header = prefill_header(model, chunk)

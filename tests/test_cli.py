@@ -207,7 +207,7 @@ def test_a_state_that_was_not_stored_is_read_for_this_question_when_asked_to(run
 def test_a_missing_state_is_told_in_options(run: Run) -> None:
     run("ingest", "manual.md", "--retain", "compressed")
     told = run("ask", "Which oil?", "--mode", "full").stderr
-    assert "for --mode full" in told and "holds keydiff keep=0.25;" in told
+    assert "for --mode full" in told and "holds blend keep=0.25 allocation=model;" in told
     assert "kv-rag ingest PATH --retain both or full" in told and "or pass --on-missing prefill" in told
     assert "='" not in told and "engine" not in told
 

@@ -94,7 +94,7 @@ def test_retain_compressed_leaves_no_full_state_behind(make_engine: MakeEngine) 
     shapes = {(2, len(DOCUMENTS[0]), 16), (2 * len(DOCUMENTS[0]), 16)}  # head by head, and flat
     alive = [item for item in gc.get_objects() if type(item) is torch.Tensor and tuple(item.shape) in shapes]
     assert alive == []
-    assert [str(record.compression) for record in engine.states(entry.id)] == ["keydiff keep=0.25"]
+    assert [str(record.compression) for record in engine.states(entry.id)] == ["blend keep=0.25 allocation=model"]
     files = [path for path in engine.store.folder.rglob("*") if path.suffix == ".safetensors"]
     assert len(files) == 1
 
@@ -377,6 +377,33 @@ def test_too_long_document_names_both_lengths_and_nothing_is_ingested(engine: En
     with pytest.raises(ContextOverflow, match=r"3000 tokens.*2048"):
         engine.ingest(["A short one that comes first.", text_of(3000)])
     assert len(engine.documents()) == 3
+
+
+def test_document_that_leaves_little_room_is_still_repeated_by_the_model(make_engine: MakeEngine) -> None:
+    engine = make_engine("llama")
+    [entry] = engine.ingest(text_of(1850), keep=0.5)  # the context holds 2048
+    assert entry.pairs_kept * 2 == entry.pairs_full
+    with pytest.raises(ContextOverflow, match=r"tokens after the document of 2000.* or use a method .* such as keydiff"):
+        engine.ingest(text_of(2000, 1))
+    assert engine.ingest(text_of(2000, 1), method="keydiff")[0].new
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({}, "blend keep=0.25 allocation=model"),
+        ({"allocation": "uniform"}, "blend keep=0.25"),
+        ({"method": "keydiff_attention"}, "keydiff_attention keep=0.25 allocation=heads"),
+        ({"method": "keydiff"}, "keydiff keep=0.25"),
+        ({"method": "keydiff", "allocation": "model"}, "keydiff keep=0.25 allocation=model"),
+    ],
+)
+def test_heads_share_the_budget_as_the_method_wants_unless_told_otherwise(
+    make_engine: MakeEngine, options: dict[str, Any], stored: str
+) -> None:
+    engine = make_engine("llama")
+    engine.ingest(DOCUMENTS[0], retain="compressed", **options)
+    assert [str(record.compression) for record in engine.states(DOCUMENTS[0])] == [stored]
 
 
 def test_too_long_prompt_names_both_lengths(engine: Engine) -> None:

@@ -190,7 +190,7 @@ def test_retain_compressed_writes_no_full_state_anywhere(make_engine: MakeEngine
         written, _written = _written, None
     kept = engine.store.get(Document(TEXT).id, engine.states(TEXT)[0].compression)
     names = [record.compression.method for record in engine.states(TEXT)]
-    assert names == ["keydiff"] and kept.pairs * 4 == full.pairs
+    assert names == ["blend"] and kept.pairs * 4 == full.pairs
     folder = engine.store.folder
     named = [path for path in written if not path.isdigit()]  # digits: a file opened by name before
     assert named and all(Path(path).is_relative_to(folder) for path in named)

@@ -12,7 +12,6 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from kv_rag import Choice, Ingested
-from kv_rag.engine import ALLOCATION
 from kv_rag.errors import EmptyInput
 from llama_index_kv_rag.llm import KVRagLLM
 from llama_index_kv_rag.nodes import ingest_nodes
@@ -39,7 +38,7 @@ class KVRagIngestion(TransformComponent):
     method: str | None = None
     keep: float | None = None
     budget: int | None = None
-    allocation: str = ALLOCATION
+    allocation: str | None = None
     retain: str = "both"
     progress: bool = True
 

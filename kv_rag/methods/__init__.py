@@ -1,7 +1,8 @@
 """Compression methods by name. A new method is one file with one class, and one line here.
 
 A method is a frozen dataclass: its fields are its settings, ``score`` ranks the pairs of one layer. It has seen no
-question. What stays for a given ranking and budget is decided in ``kv_rag.selection``, the same for all.
+question. What stays for a given ranking and budget is decided in ``kv_rag.selection``, the same for all; a class attribute
+``allocation`` says how heads and layers share the budget unless the user does, default "uniform".
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ __all__ = [
     "Reading",
     "ReplayMethod",
     "Watcher",
+    "allocation_of",
     "create",
     "register",
 ]
@@ -97,6 +99,11 @@ def create(name: str, settings: Mapping[str, Scalar] | None = None) -> AnyMethod
         has = f"it has: {', '.join(sorted(known))}" if known else "it has none"
         raise InvalidSetting(f"method {name!r} has no setting {', '.join(map(repr, unknown))}; {has}")
     return method(**(settings or {}))
+
+
+def allocation_of(method: AnyMethod) -> str:
+    """How heads and layers share the pairs when the user does not say: the method's class attribute ``allocation``."""
+    return str(getattr(method, "allocation", "uniform"))
 
 
 def register(name: str, method: type[AnyMethod]) -> None:

@@ -31,6 +31,7 @@ class Reading:
         token_ids: ``[T]`` int64, the document's own tokens.
         before: tokens of P, the prefix every document is read after: token t stands at position before + t.
         layers, query_heads, kv_heads, head_dim: of the model.
+        context: the most tokens the model can read.
         inverse_frequencies: ``[R/2]`` float32 of the rotary positions.
         encode: text to token ids ``[n]``.
         output_weight: layer to its output projection ``[hidden, Q * D]``.
@@ -44,6 +45,7 @@ class Reading:
     query_heads: int
     kv_heads: int
     head_dim: int
+    context: int
     inverse_frequencies: Tensor
     encode: Callable[[str], Tensor]
     output_weight: Callable[[int], Tensor]

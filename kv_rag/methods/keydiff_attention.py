@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class KeyDiffAttention:
 
     """
 
+    allocation: ClassVar[str] = "heads"
     attention: float = 1.0
     chunk: int = 256
     pool: int = 3

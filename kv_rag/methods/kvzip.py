@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +28,13 @@ class KVzip:
     the most attention that any token of the repetition pays to it. In parts, so that scoring stays linear.
 
     Args:
-        part: tokens repeated at a time.
+        part: tokens repeated at a time, at most; fewer where the model's context leaves no room for so many.
         weight: "none", or "value" to multiply attention by the norm of the value after the output projection, relative
             to the largest of its head.
 
     """
 
+    allocation: ClassVar[str] = "model"
     part: int = 2048
     weight: str = "none"
 
@@ -42,14 +44,16 @@ class KVzip:
         if self.weight not in ("none", "value"):
             raise InvalidSetting(f"kvzip: weight must be 'none' or 'value', got {self.weight!r}")
 
-    def parts(self, tokens: int) -> list[tuple[int, int]]:
+    def parts(self, reading: Reading) -> list[tuple[int, int]]:
         """The document cut into parts of about the same length."""
-        count = -(-tokens // self.part)
-        bounds = [round(index * tokens / count) for index in range(count + 1)]
+        prompt = max(reading.encode(_FIRST).numel(), reading.encode(_NEXT).numel() + _OVERLAP)
+        room = reading.context - reading.before - reading.tokens - prompt
+        count = -(-reading.tokens // min(self.part, max(room, 2 * _OVERLAP)))
+        bounds = [round(index * reading.tokens / count) for index in range(count + 1)]
         return list(pairwise(bounds))
 
     def replays(self, reading: Reading) -> Iterator[Tensor]:
-        for begin, end in self.parts(reading.tokens):
+        for begin, end in self.parts(reading):
             if begin == 0:
                 prompt = reading.encode(_FIRST)
             else:
@@ -65,7 +69,7 @@ class _MostAttention:
 
     def __init__(self, settings: KVzip, reading: Reading) -> None:
         self._settings, self._reading = settings, reading
-        self._parts = settings.parts(reading.tokens)
+        self._parts = settings.parts(reading)
         self._at = [-1] * reading.layers  # the part a layer is at
         self._most = LayerScores(reading)
 
