@@ -58,7 +58,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, Engine.from_pretrained(
             asked.model, store=Path(folder) / "kv", hmac_key=key
         ) as engine:
-            document = Document(long_text(engine, asked.tokens))
+            document = Document(long_text(engine.model, asked.tokens))
             engine.ingest(document, keep=0.25)
             for record in engine.states(document.id):
                 mode = "full" if record.compression.is_full else "compressed"

@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, {arguments.model}")
     with tempfile.TemporaryDirectory() as folder, Engine.from_pretrained(arguments.model, store=folder) as engine:
-        text = long_text(engine, arguments.tokens)
+        text = long_text(engine.model, arguments.tokens)
         texts = [f"Register {number}.\n{text}" for number in range(arguments.documents + 2)]
         for keep in (0.5, 0.25):  # whatever the first passes allocate for good is not the documents'
             engine.ingest(texts[-2:], keep=keep, retain="compressed")

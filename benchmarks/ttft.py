@@ -22,16 +22,17 @@ import transformers
 from kv_rag import Engine
 from kv_rag import engine as engine_module
 from kv_rag.document import Compression
+from kv_rag.model import LanguageModel
 
 QUESTION = "Which colour was painted on the door of house number forty, and who lived there at that time?"
 
 
-def long_text(engine: Engine, tokens: int) -> str:
+def long_text(model: LanguageModel, tokens: int) -> str:
     """A text of about ``tokens`` tokens: a register of invented houses."""
     colours = ["red", "green", "blue", "white", "black", "yellow", "grey", "brown"]
     names = ["Ada", "Bo", "Carl", "Dina", "Egon", "Frida", "Gustav", "Hilde", "Ivo", "Jana"]
     lines: list[str] = []
-    while engine.model.encode("\n".join(lines)).numel() < tokens:
+    while model.encode("\n".join(lines)).numel() < tokens:
         for _ in range(10):
             n = len(lines)
             lines.append(
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def measure(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    text = long_text(engine, arguments.tokens)
+    text = long_text(engine.model, arguments.tokens)
     entry = engine.ingest(text, method=arguments.method, allocation=arguments.allocation, keep=0.5, retain="both")[0]
     document_id = entry.id
     for keep in (0.25, 0.1):
